@@ -227,7 +227,10 @@ class EditedModel:
         tokenizer = self.model.tokenizer
         generation = self.model.folder / "generation_config.json"
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        words = json.dumps(tokenizer.get_vocab(), sort_keys=True) if backend is None else backend.to_str()
+        if backend is None:
+            words = json.dumps(tokenizer.get_vocab(), sort_keys=True)
+        else:
+            words = backend.to_str()
         return {
             "model_hash": self.model.hash,
             "generation": read_json(generation) if generation.is_file() else None,  # penalties, end tokens
@@ -270,7 +273,10 @@ def open_edited(
     if isinstance(what, str | Path) and is_recipe(what):
         what = read_recipe(Path(what))
     if program is not None and isinstance(what, Recipe | EditedModel):
-        kind = f"{what.source} is a recipe" if isinstance(what, Recipe) else f"{what.name} was edited"
+        if isinstance(what, Recipe):
+            kind = f"{what.source} is a recipe"
+        else:
+            kind = f"{what.name} was edited"
         raise ValueError(f"{kind}, which has a program of its own; give the program with its model")
     if isinstance(what, EditedModel):
         edited = what

@@ -189,7 +189,10 @@ def selected_cells(
         for layers, value in sorted(wanted, key=lambda place: (place[0].start, place[0].stop)):
             varied: dict[str, Any] = {} if heatmap.varied is None else {heatmap.varied: value}
             apply = partial(heatmap, layers=layers, shapes=shapes, **varied)
-            changes = [partial(apply, seed=one) for one in seeds] if heatmap.seeded else [apply]
+            if heatmap.seeded:
+                changes = [partial(apply, seed=one) for one in seeds]
+            else:
+                changes = [apply]
             start = program or Program.dense(num_layers, steps_per_layer)
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")

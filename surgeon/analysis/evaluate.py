@@ -50,7 +50,10 @@ class Evaluation:
     def table(self) -> pd.DataFrame:
         """One row per number: of the text, then of each task and metric, as a `Score` has them."""
         found = [] if self.tasks is None else scores(self.tasks)
-        text = [] if self.text is None else self.text.table().assign(task="text").to_dict("records")
+        if self.text is None:
+            text = []
+        else:
+            text = self.text.table().assign(task="text").to_dict("records")
         return pd.DataFrame([*text, *map(asdict, found)])
 
     def __repr__(self) -> str:
@@ -61,7 +64,10 @@ class Evaluation:
 
     def __str__(self) -> str:
         tasks = "" if self.tasks is None else table(scores(self.tasks))
-        text = [] if self.text is None else [hanging("", line) for line in (self.text.line(), self.text.as_draft())]
+        if self.text is None:
+            text = []
+        else:
+            text = [hanging("", line) for line in (self.text.line(), self.text.as_draft())]
         return "\n".join(filter(None, [*text, tasks]))
 
 

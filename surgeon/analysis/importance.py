@@ -234,5 +234,8 @@ def _whole(gradient: Tensor) -> Tensor:
 def _by_unit(values: Tensor, sublayer: Sublayer, weights: ModelWeights) -> Tensor:
     """Values of features, heads or neurons, those of a unit one after the other, summed: (units,)."""
     units = weights.units(sublayer)
-    count = units.get("kv_heads", units["heads"]) if sublayer.kind == ATTENTION else units["neurons"]
+    if sublayer.kind == ATTENTION:
+        count = units.get("kv_heads", units["heads"])
+    else:
+        count = units["neurons"]
     return values.double().view(count, -1).sum(1)

@@ -100,7 +100,10 @@ def pair_terms(walk: Walk, first: int, passed: LayerPass, lanczos: Lanczos) -> P
     sizes = {"update_norm": _norm(update), "attention_norm": _norm(attention_at_x), "mlp_norm": _norm(passed.mlp)}
     jacobians = dict(zip(_JACOBIANS, (norm.value for norm in norms), strict=True))
     attention_shift = jacobians["attention_jacobian"] * sizes["update_norm"]
-    reach = sizes["update_norm"] if walk.reads_same else sizes["mlp_norm"] + attention_shift
+    if walk.reads_same:
+        reach = sizes["update_norm"]
+    else:
+        reach = sizes["mlp_norm"] + attention_shift
     shifts = {  # the three terms of the bound in equation 12
         "attention_shift": attention_shift,
         "mlp_shift": 0.0 if walk.reads_same else jacobians["mlp_jacobian"] * sizes["attention_norm"],

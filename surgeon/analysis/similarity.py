@@ -318,7 +318,10 @@ def counterfactual_cka(
             known = one.without is not None
             del one
             ran(4 * len(walk.ids))
-        values = [x for cka in (attention, mlp) for x in (cka.biased(), cka.debiased())] if known else [math.nan] * 4
+        if known:
+            values = [x for cka in (attention, mlp) for x in (cka.biased(), cka.debiased())]
+        else:
+            values = [math.nan] * 4
         compared.append(dict(zip(CKA_COLUMNS, values, strict=True)))
     return compared
 

@@ -186,7 +186,10 @@ def summarise(runs: Sequence[RankRun], load: Workload, connected: bool) -> Measu
     Rank 0 chooses the tokens, so that its times are the ones that count; ranks that are not connected do not wait for
     each other, and the slowest of them counts.
     """
-    lead = runs[0] if connected else max(runs, key=lambda run: sum(one.seconds for one in run.passes))
+    if connected:
+        lead = runs[0]
+    else:
+        lead = max(runs, key=lambda run: sum(one.seconds for one in run.passes))
     prefill = [one for one in lead.passes if not one.decode]
     decode = [one for one in lead.passes if one.decode]
     first_token = prefill[-1].ended - lead.began

@@ -190,7 +190,10 @@ def _check_counts(checkpoint: Checkpoint, family: Family) -> None:
     counts.append(("num_labels", checkpoint.config.get("num_labels"), MOST_LABELS))
     for name, count, limit in counts:
         if isinstance(count, int | float) and count > limit:
-            reason = f"there are {tensors} tensors" if limit == tensors else f"at most {limit} are supported"
+            if limit == tensors:
+                reason = f"there are {tensors} tensors"
+            else:
+                reason = f"at most {limit} are supported"
             path = checkpoint.folder / "config.json"
             raise ValueError(f"{path} is not a valid configuration: {name} has {str(count)[:30]}, but {reason}")
 

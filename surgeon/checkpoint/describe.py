@@ -99,7 +99,10 @@ class Surgery:
         Raises:
             FileNotFoundError, ValueError: if they are damaged.
         """
-        found = None if self.recipe is not None else read_codas(self.stored.folder, check_weights=False)
+        if self.recipe is not None:
+            found = None
+        else:
+            found = read_codas(self.stored.folder, check_weights=False)
         if found is None:
             return None
         return (list(found.racks), found.depth)
@@ -124,5 +127,8 @@ def describe(what: str | Path) -> Surgery:
     source = report["source"]
     layers = report["source"]["num_layers"]
     own = source.get("program")
-    unedited = Program.dense(layers, stored.family.steps_per_layer) if own is None else Program.parse(own)
+    if own is None:
+        unedited = Program.dense(layers, stored.family.steps_per_layer)
+    else:
+        unedited = Program.parse(own)
     return Surgery(name_of(what), stored, source["model"], layers, unedited, Program.parse(report["program"]))

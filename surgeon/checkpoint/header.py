@@ -136,7 +136,10 @@ def _check_places(tensors: Mapping[str, Entry], start: int, size: int) -> None:
     at = start
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if tensor.begin != at:
-            what = "overlaps the one before it" if tensor.begin < at else "has unused bytes before it"
+            if tensor.begin < at:
+                what = "overlaps the one before it"
+            else:
+                what = "has unused bytes before it"
             raise _Damaged(f"tensor {name!r} {what}")
         at = tensor.end
     if at != size:

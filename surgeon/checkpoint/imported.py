@@ -264,7 +264,10 @@ def with_ranks(entries: Entries, family: Family, pairs: Mapping[tuple[int, str],
         kind = next(kind for kind in KINDS if role in ROLES[kind])
         ranks.setdefault((kind, layer), {})[role] = pair.rank
     own = entries.get(PROGRAM_KEY)
-    program = Program.dense(_layers(entries), family.steps_per_layer) if own is None else Program.parse(own)
+    if own is None:
+        program = Program.dense(_layers(entries), family.steps_per_layer)
+    else:
+        program = Program.parse(own)
 
     def ranked(sublayer: Sublayer) -> Sublayer:
         found = ranks.get((sublayer.kind, sublayer.layers[0]), {})

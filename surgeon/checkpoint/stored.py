@@ -198,7 +198,10 @@ class StoredModel:
         """
         if not self.schemes:
             return None
-        how = "stay so in memory, and are" if packed else "are dequantised as they are read, and"
+        if packed:
+            how = "stay so in memory, and are"
+        else:
+            how = "are dequantised as they are read, and"
         return f"the weights of {self.name} stored as {', '.join(self.schemes)} {how} computed with in {dtype}"
 
     @property

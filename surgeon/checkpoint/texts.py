@@ -106,7 +106,10 @@ def read_tokenizer(path_or_name: str | Path) -> Any:
     try:
         # Of a checkpoint with a modeling file, transformers would read the configuration by running it.
         path = folder / "config.json"
-        config = open_stored(folder).config if path.exists() and "auto_map" in read_json(path) else None
+        if path.exists() and "auto_map" in read_json(path):
+            config = open_stored(folder).config
+        else:
+            config = None
         return AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False)
     except Exception as error:
         reason = str(error).strip().split("\n")[0]

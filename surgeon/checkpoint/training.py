@@ -115,7 +115,10 @@ def layers_by_recipe(recipe: Program, stored: Program) -> Whose:
     places: dict[tuple[Any, ...], int] = {}
     for asked, found in _side_by_side(recipe.nodes, stored.nodes):
         (place,), pieces = found.layers, found.piece and found.piece[1]
-        known = place if pieces is None else places.setdefault((replace(asked, piece=None), pieces), place)
+        if pieces is None:
+            known = place
+        else:
+            known = places.setdefault((replace(asked, piece=None), pieces), place)
         if known != place or whose.setdefault((found.kind, place), asked.layers) != asked.layers:
             raise NotProven(
                 f"the model does not run the recipe's program: where that has {asked}, it has {found}, which stands "

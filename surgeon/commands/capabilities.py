@@ -404,7 +404,10 @@ def _together(questions: Sequence[tuple[str, int, Callable[[], str]]]) -> Verdic
     first = refused[0][0]
     lost = sum(count for _, count in refused)
     listed_all = lost == len(refused)
-    where = listed(one.what for one, _ in refused) if listed_all else f"{lost} of {total} places, as {first.what}"
+    if listed_all:
+        where = listed(one.what for one, _ in refused)
+    else:
+        where = f"{lost} of {total} places, as {first.what}"
     return Verdict("", "", PARTLY, "; ".join([*filter(None, parts), f"not {where}: {first.why}"]))
 
 

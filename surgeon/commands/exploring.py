@@ -204,7 +204,10 @@ class Exploring:
         size = f"{one.tokens:,} tokens"
         if self.maps:
             screened = len(screen.rounds(one.tokens // one.window)) > 1
-            grid = "every stretch" if one.every == 1 else f"stretches of every {one.every} layers"
+            if one.every == 1:
+                grid = "every stretch"
+            else:
+                grid = f"stretches of every {one.every} layers"
             asked: dict[str, Any] = {"operations": self.maps, "every": one.every, "screen": screened}
             self._do(one, "scan", f"{grid}, {size}", lambda at: scan(self.model, self.data, at, **asked, **text))
         if self._works("scan", ["similarity"]):

@@ -197,7 +197,10 @@ def export(
     of_files = {"program": program, "original": original, "results": results, "factors": factors, "memory": memory}
     of_memory = {"tokenizer": tokenizer, "adapter": adapter, "training": training}
     if useless := [name for name, value in (of_files if loaded else of_memory).items() if value]:
-        which = "in memory, which is written as it is" if loaded else "that is known by its files"
+        if loaded:
+            which = "in memory, which is written as it is"
+        else:
+            which = "that is known by its files"
         raise ValueError(f"{useless[0]} is of no use for a model {which}")
     if isinstance(model, nn.Module):
         more = {"tokenizer": tokenizer, "training": training}
@@ -211,10 +214,16 @@ def export(
     ready = with_factors(edited, kept, limit, DTYPES.get(dtype or ""))
     plan = plan_export(source, ready.program, form, dtype, ready.factors)
     files = [Path(one) for one in as_list(results)]
-    measured = read_measured(files, plan.identity(target.absolute().name)) if files else None
+    if files:
+        measured = read_measured(files, plan.identity(target.absolute().name))
+    else:
+        measured = None
     planned(plan.layout)
     # What is published says nothing of the folders of this machine.
-    published = None if ready.recipe is None else replace(ready.recipe, model=source.public_name).to_yaml()
+    if ready.recipe is None:
+        published = None
+    else:
+        published = replace(ready.recipe, model=source.public_name).to_yaml()
     with progress(f"writing and proving {target}", plan.passes * plan.weight_bytes, "bytes") as advance:
         proof = write_export(plan, target, overwrite, published, advance, measured)
     if ready is not edited and not factors and kept.is_dir():  # choices by weights alone keep nothing there

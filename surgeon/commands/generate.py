@@ -84,7 +84,10 @@ def _show(
         elif event.finish_reason is not None:
             written += 1
             line = " ".join(text.prompt.split())
-            beginning = line if len(line) <= SHOWN_CHARACTERS else line[: SHOWN_CHARACTERS - 3] + "..."
+            if len(line) <= SHOWN_CHARACTERS:
+                beginning = line
+            else:
+                beginning = line[: SHOWN_CHARACTERS - 3] + "..."
             above = "" if written == 1 else "\n"
             print(f"{above}==> {written} of {len(texts)}: {beginning} <==\n{text.text}", flush=True)
 
@@ -267,7 +270,10 @@ def _warn(sampling: Sampling, defaults: Defaults) -> None:
     changed = [name for name in ("top_p", "top_k", "min_p") if getattr(sampling, name) != getattr(Sampling, name)]
     if not sampling.temperature and (idle := changed + (["seed"] if sampling.seed is not None else [])):
         warnings.warn(f"{', '.join(idle)}: of no effect without a temperature, which draws tokens", stacklevel=4)
-    asked = {*changed, "do_sample", "temperature"} if sampling.temperature else set(changed)
+    if sampling.temperature:
+        asked = {*changed, "do_sample", "temperature"}
+    else:
+        asked = set(changed)
     if complaint := defaults.complaint(asked):
         warnings.warn(complaint, stacklevel=4)
 

@@ -85,7 +85,10 @@ class Generation:
         shared = f" ({cached} more were shared)" if cached else ""
         texts = "" if len(usages) == 1 else f" of {len(usages)} texts"
         seconds = first.decode.seconds + first.drafting.seconds
-        rate = f"{first.decode.new / seconds:.1f} tokens/s" if first.decode.passes else "nothing after the first token"
+        if first.decode.passes:
+            rate = f"{first.decode.new / seconds:.1f} tokens/s"
+        else:
+            rate = "nothing after the first token"
         prefill = first.prefill
         lines = [
             f"ranks    {plan.ranks} ({self.ranks}, {plan.dtype})",
@@ -138,11 +141,17 @@ class Generation:
         vocabulary = _PerPass(self.figures, lambda phase: phase.vocabulary)
         norms = norm_sums(self.plan)
         expected = program.sync_points(self.plan.ranks) + norms
-        right = f"{norms} of them for norms of all heads" if norms else "as the program has"
+        if norms:
+            right = f"{norms} of them for norms of all heads"
+        else:
+            right = "as the program has"
         agrees = right if layers.calls == expected else f"but the program has {expected}!"
         if layers.calls > expected and any(sublayer.ranks for sublayer in program.sublayers()):
             agrees = f"{layers.calls - expected:g} of them between factors"  # how they are shared out is not its own
-        packed = f" of {compression} integers" if compression and layers.counts.all_gathers else ""
+        if compression and layers.counts.all_gathers:
+            packed = f" of {compression} integers"
+        else:
+            packed = ""
         return [
             f"sync     {layers.words}{packed} per {unit}, {agrees}; {layers.bytes} bytes per token and rank",
             f"vocab    {vocabulary.words} per {unit}; {vocabulary.bytes} bytes per token and rank",

@@ -49,7 +49,10 @@ def draft_program(model: Model, draft: str | Path | Program | EditedModel | None
         FileNotFoundError, ValueError: if there is no such recipe, it is of another model, or the draft would have
             weights that do not follow from the model's matrices alone.
     """
-    there = on_disk(draft) if isinstance(draft, str | Path) and draft not in (CODA, LOOKUP) else None
+    if isinstance(draft, str | Path) and draft not in (CODA, LOOKUP):
+        there = on_disk(draft)
+    else:
+        there = None
     if there is not None and there.is_dir():
         raise ValueError(
             f"{draft} is a folder, and a draft is a program over the weights of the model that verifies; give the "
@@ -64,7 +67,10 @@ def draft_program(model: Model, draft: str | Path | Program | EditedModel | None
         if isinstance(draft, Path):
             return str(draft)
         return draft
-    same = draft.model.folder.resolve() == model.folder.resolve() if weights else draft.model.shapes == model.shapes
+    if weights:
+        same = draft.model.folder.resolve() == model.folder.resolve()
+    else:
+        same = draft.model.shapes == model.shapes
     if not same:
         raise ValueError(
             f"{draft.name} edits {draft.model.name}, and a draft is a program over the weights of the model that "

@@ -81,7 +81,10 @@ def known_programs(model: Model, budget: Allowance, layers: range | None = None)
         raise ValueError(
             f"the effective depth of {shapes.layers} layers is from 1 to {shapes.layers}, not {budget.depth:g}"
         )
-    pairs = len(middle) // 2 if budget.depth is None else min(len(middle) // 2, int(shapes.layers - budget.depth))
+    if budget.depth is None:
+        pairs = len(middle) // 2
+    else:
+        pairs = min(len(middle) // 2, int(shapes.layers - budget.depth))
     paired = range(middle.start, middle.start + 2 * pairs)
     lp = pair(dense, paired) if pairs else dense
 
@@ -172,9 +175,10 @@ def choices(cells: Sequence[SweepCell], link: str, metric: Metric) -> Iterator[C
         here = [cell for cell in cells if (cell.deployment.ranks, cell.workload.batch) == (ranks, batch)]
         fitting = {cell.candidate.name: cell.prediction for cell in here if cell.prediction and not cell.refused}
         dense = fitting.pop(DENSE, None)
-        speedups = (
-            {name: seconds(dense, metric) / seconds(one, metric) for name, one in fitting.items()} if dense else {}
-        )
+        if dense:
+            speedups = {name: seconds(dense, metric) / seconds(one, metric) for name, one in fitting.items()}
+        else:
+            speedups = {}
         yield Choice(ranks, batch, link, dense, speedups)
 
 

@@ -203,7 +203,10 @@ def _content(
     for way, rate in links.items():
         algorithm = {"kind": KINDS[way], "hop": 0.0, **found["links"][way]["algorithms"][0]}
         found["links"][way] = {"bandwidth": _rounded(rate), "algorithms": [algorithm]}
-    memory = psutil.virtual_memory().total if device == "cpu" else torch.cuda.get_device_properties(0).total_memory
+    if device == "cpu":
+        memory = psutil.virtual_memory().total
+    else:
+        memory = torch.cuda.get_device_properties(0).total_memory
     rates = {"bandwidth": _rounded(bandwidth), "flops": {plan.dtype: _rounded(flops)}}
     about = {
         "name": name,

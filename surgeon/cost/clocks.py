@@ -144,7 +144,10 @@ class RankClock:
         until, share = self.busy
         if share and until > self.now:
             meanwhile = (until - self.now) * (1 - share)  # what is done of it until the collective ends
-            seconds = seconds / (1 - share) if seconds <= meanwhile else seconds + (until - self.now) * share
+            if seconds <= meanwhile:
+                seconds = seconds / (1 - share)
+            else:
+                seconds = seconds + (until - self.now) * share
         end = max(self.now + seconds + burst.gaps, self.host + burst.lag)
         self.compute += seconds
         self.launches += max(0.0, end - self.now - seconds)
@@ -187,7 +190,10 @@ def pass_seconds(program: Program, clocks: list[RankClock], *costs: Costs) -> No
 def exchange(clocks: Sequence[RankClock], transfers: Sequence[Transfer]) -> list[Arrival]:
     """Begin a collective on all ranks of a group; returns when each of them can have its result."""
     begun = [clock.begin(transfer) for clock, transfer in zip(clocks, transfers, strict=True)]
-    start = max(*begun, *(clock.channel for clock in clocks)) if any(t.shared for t in transfers) else max(begun)
+    if any(t.shared for t in transfers):
+        start = max(*begun, *(clock.channel for clock in clocks))
+    else:
+        start = max(begun)
     arrivals = []
     for clock, transfer, own in zip(clocks, transfers, begun, strict=True):
         clock.line = max(clock.line, own) + transfer.line

@@ -132,7 +132,10 @@ def _is_figure(document: Any, keys: list[str]) -> bool:
     """Whether a number stands at the end of these keys and indices."""
     for key in keys:
         if isinstance(document, list):
-            document = document[int(key)] if key.isdecimal() and int(key) < len(document) else None
+            if key.isdecimal() and int(key) < len(document):
+                document = document[int(key)]
+            else:
+                document = None
         elif isinstance(document, dict):
             document = next((each for name, each in document.items() if str(name) == key), None)
         else:

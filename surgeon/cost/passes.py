@@ -87,8 +87,14 @@ class PredictedRanks:
         """What connects them in passes that are captured graphs, or others."""
         hardware = self.hardware
         deployment = self.deployment
-        within = hardware.link(deployment.link) if min(self.plan.ranks, self.node) > 1 else None
-        across = hardware.network(deployment.network) if self.plan.ranks > self.node else None
+        if min(self.plan.ranks, self.node) > 1:
+            within = hardware.link(deployment.link)
+        else:
+            within = None
+        if self.plan.ranks > self.node:
+            across = hardware.network(deployment.network)
+        else:
+            across = None
         return Wiring(within, across, self.node, self.speed.host, deployment.emulated, graphs)
 
     def gathers(self, part: Part) -> bool:
@@ -199,7 +205,10 @@ class PassCosts(Costs):
         return self._operand(self.rank_work.reduced(node, isinstance(node, Fork) or self._whole(node, group)))
 
     def finish(self, step: Step, group: Group) -> Burst | None:
-        kernels = [] if self._whole(step, group) else self.rank_work.finish(step, self.forward)
+        if self._whole(step, group):
+            kernels = []
+        else:
+            kernels = self.rank_work.finish(step, self.forward)
         if kernels:
             return self._burst(kernels)
         return None
@@ -260,11 +269,10 @@ class PassCosts(Costs):
                 kernels.append(item)
             elif self.connected:
                 part = self._operand(item.width)
-                inside = (
-                    self._exact(item.operation, part.nbytes, item.group, sent)
-                    if item.exact
-                    else self._transfer(item.operation, part, item.group, sent)
-                )
+                if item.exact:
+                    inside = self._exact(item.operation, part.nbytes, item.group, sent)
+                else:
+                    inside = self._transfer(item.operation, part, item.group, sent)
                 found += [self._burst(kernels), Swap(item.group, inside)]
                 kernels = []
         return Timed([*found, self._burst(kernels)] if kernels else found, sent)

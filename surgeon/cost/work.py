@@ -309,7 +309,10 @@ class RankWork:
         """
         copied = self.static and forward.new == 1 and pairs < here
         if self.static and forward.new == 1:  # what is computed may not depend on what the router says
-            load = ExpertLoad(pairs, pairs) if copied else ExpertLoad(here, here * forward.tokens)
+            if copied:
+                load = ExpertLoad(pairs, pairs)
+            else:
+                load = ExpertLoad(here, here * forward.tokens)
         matrices = {role: self.shapes.matrix(of, role).shape for role in ("gate", "up", "down")}
         for role, (outputs, inputs) in matrices.items():
             for width, depth in _factors(of.rank(role), outputs, inputs):

@@ -185,7 +185,10 @@ def plan_export(
     original.check(program)
     wrapped = wrapped or original.wrapped
     layout = layout_of(original, program, form, wrapped)
-    kept = factors if isinstance(factors, FactorCache) else FactorCache(factors or TruncatedSVD())
+    if isinstance(factors, FactorCache):
+        kept = factors
+    else:
+        kept = FactorCache(factors or TruncatedSVD())
     tensors = layout.form.tensors(original, layout, None if dtype is None else DTYPES[dtype], kept)
     companions = companions or companions_of(original.folder, original.checkpoint.file_names)
     if layout.form.shipped is not None:

@@ -116,7 +116,10 @@ def _joined(parts: list[Tensors], live: list[Tensors], name: str) -> Tensors:
         first, *others = [part[key] for part in live if key in part] or [whole[key]]
         whole[key] = first
         if not all(torch.equal(first, other) for other in others):
-            what = "factors" if key.endswith(("first.weight", "second.weight")) else "norms"
+            if key.endswith(("first.weight", "second.weight")):
+                what = "factors"
+            else:
+                what = "norms"
             raise ValueError(
                 f"the slices of {name} have {what} of their own, and a checkpoint has one for all of them; "
                 "replace no parameter of one slice alone"
@@ -170,7 +173,10 @@ def stock_state(state: dict[str, Tensor], model: PreTrainedModel, stock: StockLa
     derived = {str(sublayer) for sublayer in edited.program.sublayers() if edited.is_derived(sublayer)}
     renamed = {}
     for name, tensor in state.items():
-        inside = name.removeprefix(prefix).partition(".") if name.startswith(prefix) else ("", "", "")
+        if name.startswith(prefix):
+            inside = name.removeprefix(prefix).partition(".")
+        else:
+            inside = ("", "", "")
         if inside[0] not in derived:
             renamed[name] = tensor
     for index in range(len(edited.original[0]), len(stock.layers)):

@@ -194,7 +194,10 @@ def _program_of(parts: list[Parts], steps_per_layer: int) -> Program:
         attentions, feed_forwards = (
             tuple(Sublayer(kind, (first + index,)) for index in range(part[kind])) for kind in KINDS
         )
-        steps = [attentions, feed_forwards] if steps_per_layer == 2 else [attentions + feed_forwards]
+        if steps_per_layer == 2:
+            steps = [attentions, feed_forwards]
+        else:
+            steps = [attentions + feed_forwards]
         nodes += [Step(step) for step in steps]
         first += max(part.values())
     return Program(tuple(nodes))

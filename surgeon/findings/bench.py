@@ -89,7 +89,10 @@ class Benchmark(RunResult):
                     share = f"{waiting / (compute + waiting):.0%}"
                 calls = row[f"{phase}_all_reduces"] + row[f"{phase}_all_gathers"]
                 counts = [f"{calls}+{row[f'{phase}_vocabulary_collectives']}", show_size(row[f"{phase}_bytes"])]
-                begin = [row["program"], str(row["batch"])] if phase == "prefill" else ["", ""]
+                if phase == "prefill":
+                    begin = [row["program"], str(row["batch"])]
+                else:
+                    begin = ["", ""]
                 lines.append([*begin, phase, three_digits(compute), three_digits(waiting), share, *counts])
         return aligned(lines)
 

@@ -331,7 +331,10 @@ def points(
     inside = y <= high
     mark: dict[str, Any] = {"marker": "o" if colour else MARKERS[style % len(MARKERS)], "ms": 6.2}
     dashes: Any = "-" if colour else DASHES[style % len(DASHES)]
-    said = [tip for tip, here in zip(tips, known, strict=True) if here] if len(tips) else [""] * len(x)
+    if len(tips):
+        said = [tip for tip, here in zip(tips, known, strict=True) if here]
+    else:
+        said = [""] * len(x)
     drawn = {}
     if marks:
         drawn = {"markevery": np.flatnonzero(inside).tolist(), "mec": PAPER, "mew": 0.8, **mark}

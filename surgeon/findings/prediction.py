@@ -116,7 +116,10 @@ class Predictions(RunResult):
                 spent = [three_digits(value) for value in (*(row[f"{phase}_{part}_ms"] for part in PARTS), hidden)]
                 calls = int(row[f"{phase}_all_reduces"] + row[f"{phase}_all_gathers"])
                 counts = [f"{calls}+{int(row[f'{phase}_vocabulary_collectives'])}", show_size(row[f"{phase}_bytes"])]
-                begin = [row["program"], str(row["batch"])] if phase == "prefill" else ["", ""]
+                if phase == "prefill":
+                    begin = [row["program"], str(row["batch"])]
+                else:
+                    begin = ["", ""]
                 lines.append([*begin, phase, *spent, *counts])
         return aligned(lines)
 

@@ -332,7 +332,10 @@ def _front_table(front: pd.DataFrame, trials: TrialTable) -> Table:
     kept = []
     if "within" in front:
         kept = [row for row, flag in enumerate(front["within"]) if str(flag) == "True"]
-    marked = frozenset((row, 0) for row in kept) if len(kept) < len(front) else frozenset()
+    if len(kept) < len(front):
+        marked = frozenset((row, 0) for row in kept)
+    else:
+        marked = frozenset()
     note = "Each has a recipe in the folder front." + (" Those that keep the budget are marked." if marked else "")
     return Table(caption, ["point", *names, "trial", "edits"], rows, note, frozenset({len(names) + 2}), marked=marked)
 

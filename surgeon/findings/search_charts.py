@@ -60,7 +60,10 @@ def history_chart(trials: TrialTable) -> Chart:
     caption = ""
     if stopped:
         caption = f"{plural(len(trials), 'trial')}, {stopped} of them stopped early."
-    y = f"{trials.by}, {TIMES} the best of its level" if trials.has_levels else UNITS[trials.by]
+    if trials.has_levels:
+        y = f"{trials.by}, {TIMES} the best of its level"
+    else:
+        y = UNITS[trials.by]
     return Chart("How the search went", draw, "trials asked for", y, caption, "search")
 
 

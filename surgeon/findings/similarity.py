@@ -232,5 +232,8 @@ def _highest(rows: pd.DataFrame, column: str) -> tuple[str, float]:
     if rows[column].isna().all():
         return "-", math.nan
     row = rows.iloc[int(rows[column].argmax())]
-    name = str(row["proxy"]) if row["aggregate"] in ("", "sum") else f"{row['proxy']}, {row['aggregate']}"
+    if row["aggregate"] in ("", "sum"):
+        name = str(row["proxy"])
+    else:
+        name = f"{row['proxy']}, {row['aggregate']}"
     return name, float(row[column])

@@ -55,7 +55,10 @@ def checked(
         named = (loc if type_ == "missing" else there)[len(path) :]
         name = ".".join(map(str, named)) or "the document"
         of_all = type_ == "value_error" and not named  # what a dataclass says of its entries together
-        message = "{within}{problem}" if of_all else messages.get(f"{type_} {name}") or messages.get(type_, OTHERWISE)
+        if of_all:
+            message = "{within}{problem}"
+        else:
+            message = messages.get(f"{type_} {name}") or messages.get(type_, OTHERWISE)
         problem = message.format(
             name=name,
             key=shown((there if len(there) == len(loc) else loc)[-1]) if type_ in UNKNOWN else "",
@@ -74,5 +77,8 @@ def _entries(kind: Any, loc: tuple[Any, ...]) -> list[str]:
             kind = next(each for each in get_args(kind) if each is not type(None))
         if key is not None:
             inside = get_args(kind)  # of a list or a mapping, whose values come last
-            kind = next(each for each in reversed(inside) if each is not ...) if inside else get_type_hints(kind)[key]
+            if inside:
+                kind = next(each for each in reversed(inside) if each is not ...)
+            else:
+                kind = get_type_hints(kind)[key]
     return list(getattr(kind, "model_fields", None) or get_type_hints(kind))

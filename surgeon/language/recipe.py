@@ -216,7 +216,10 @@ def operations_in(text: str) -> tuple[AppliedOperation, ...]:
         ValueError: if it is none, or they are not as in a recipe.
     """
     reader = DocumentReader(text, "document")
-    found = reader.document.get("operations", []) if isinstance(reader.document, dict) else None
+    if isinstance(reader.document, dict):
+        found = reader.document.get("operations", [])
+    else:
+        found = None
     return reader.operations(found)
 
 

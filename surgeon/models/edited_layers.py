@@ -361,7 +361,10 @@ class ModelMachine(Machine):
         if sublayer.kind == ATTENTION:
             slot = self.slot_of(sublayer)
             verified = self.layers.verified
-            arguments = self.arguments[slot] if verified is None else verified.given(sublayer, self.arguments[slot])
+            if verified is None:
+                arguments = self.arguments[slot]
+            else:
+                arguments = verified.given(sublayer, self.arguments[slot])
             call = partial(_attention, owner, spec, slot, arguments)
         else:
             call = partial(_feed_forward, owner, spec)

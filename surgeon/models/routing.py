@@ -76,7 +76,10 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) ->
     Raises:
         ValueError: if the experts do not divide into the groups, or the groups chosen from have too few.
     """
-    scores = logits.float().sigmoid() if routing.scores == "sigmoid" else logits.float().softmax(-1)
+    if routing.scores == "sigmoid":
+        scores = logits.float().sigmoid()
+    else:
+        scores = logits.float().softmax(-1)
     compared = scores if correction is None else scores + correction.float()
     if routing.groups > 1:
         check_groups(compared.shape[-1], routing)  # experts of groups that are not chosen from get minus infinity

@@ -174,7 +174,10 @@ class Rendezvous:
                 f"{who} has WORLD_SIZE {hello.ranks}, and rank 0 {self.torchrun.ranks}; start all with the same numbers"
             )
         if (hello.host, hello.pid) != (before.host, before.pid) or hello.rank == 0:
-            other = f"process {before.pid} on {before.host}" if hello.rank else "rank 0 itself"
+            if hello.rank:
+                other = f"process {before.pid} on {before.host}"
+            else:
+                other = "rank 0 itself"
             return f"RANK {hello.rank} is taken twice: by process {hello.pid} on {hello.host} and by {other}"
         if hello.version != __version__:
             return f"{who} runs surgeon {hello.version}, and rank 0 {__version__}; install the same"

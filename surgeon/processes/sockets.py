@@ -119,7 +119,10 @@ def prove(connected: socket.socket, secret: bytes, first: bool) -> None:
     """
     connected.settimeout(None)
     watch_over(connected)
-    steps = (deliver_challenge, answer_challenge) if first else (answer_challenge, deliver_challenge)
+    if first:
+        steps = (deliver_challenge, answer_challenge)
+    else:
+        steps = (answer_challenge, deliver_challenge)
     limit_silence(connected, PROOF_SECONDS)
     with Connection(os.dup(connected.fileno())) as connection:
         try:

@@ -202,7 +202,10 @@ class ConversationTokenizer:
         if not fitting:
             return ConversationTokens(left_out={"rows_too_long": 1} | behind, sizes=sizes)
         marked = not asked and chat.has_marks  # they would count the answers in a prompt, too
-        found = chat.marked(ends[fitting - 1]) if marked else chat.compared(ends[:fitting])
+        if marked:
+            found = chat.marked(ends[fitting - 1])
+        else:
+            found = chat.compared(ends[:fitting])
         cut = {}
         if fitting < len(ends):
             cut = {"answers_cut": len(ends) - fitting}
@@ -372,7 +375,10 @@ def _messages(found: Any, where: str) -> list[Message]:
 
 
 def _message(message: Any, where: str) -> Message:
-    keys = ("from", "value") if isinstance(message, dict) and "from" in message else ("role", "content")
+    if isinstance(message, dict) and "from" in message:
+        keys = ("from", "value")
+    else:
+        keys = ("role", "content")
     if not isinstance(message, dict) or keys[0] not in message:
         raise ValueError(f"{where} has no role (or from): {shown(message)}")
     if (role := message[keys[0]]) not in _ROLES:

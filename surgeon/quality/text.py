@@ -40,7 +40,10 @@ def logits_of(model: nn.Module) -> Logits:
     """A model's own forward pass, without a cache, whatever is wrapped around it."""
 
     def logits(ids: Tensor) -> Tensor:
-        device = input_device(model) if isinstance(model, PreTrainedModel) else next(model.parameters()).device
+        if isinstance(model, PreTrainedModel):
+            device = input_device(model)
+        else:
+            device = next(model.parameters()).device
         found: Tensor = model(input_ids=ids.to(device), use_cache=False).logits
         return found
 
@@ -69,7 +72,10 @@ def text_quality(
 ) -> Quality:
     """Measure a model on windows of text, one window at a time; arguments and errors as `text_values`."""
     found = text_values(model, ids, original, bar, answers, draft)
-    tokens = ids.shape[0] * (ids.shape[1] - 1) if answers is None else int(answers[:, 1:].sum())
+    if answers is None:
+        tokens = ids.shape[0] * (ids.shape[1] - 1)
+    else:
+        tokens = int(answers[:, 1:].sum())
     quality = Quality(perplexity(found["nll"]), *(perplexity_interval(found["nll"]) or UNKNOWN), tokens=tokens)
     if "divergence" not in found:
         return quality

@@ -212,5 +212,8 @@ def _marks_around(tokenizer: Any) -> tuple[list[int], list[int]]:
 def tokenizer_digest(tokenizer: Any) -> str:
     """SHA-256 of what the tokenizer makes of texts: its rules where they can be written down, else its entries."""
     rules = getattr(tokenizer, "backend_tokenizer", None)
-    text = json.dumps(tokenizer.get_vocab(), sort_keys=True) if rules is None else rules.to_str()
+    if rules is None:
+        text = json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    else:
+        text = rules.to_str()
     return hashlib.sha256(text.encode()).hexdigest()

@@ -35,7 +35,10 @@ def choose(
     if not within:
         raise ValueError(_nearest(question, trials))
     if question.has_one_best:
-        words = f"The best within {question.budget}" if question.budget.limits else "The best"
+        if question.budget.limits:
+            words = f"The best within {question.budget}"
+        else:
+            words = "The best"
         return _as_dear(question, ranked(question, within)), words
     if len(question.objectives) > 1:
         front = pareto_front(within, question.objectives, question.budget.pricing)

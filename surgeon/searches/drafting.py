@@ -190,7 +190,10 @@ class FoundDraft:
         """As JSON values; what is not finite is None."""
         texts = ("searched", "held_out")
         predicted = {text: _drafting_json(one) for text, one in zip(texts, self.predicted, strict=False)}
-        measured = {} if self.measured is None else {"measured": finite(asdict(self.measured))}
+        if self.measured is None:
+            measured = {}
+        else:
+            measured = {"measured": finite(asdict(self.measured))}
         return {
             "acceptance": self.by,
             "held_out_keys": self.keys,

@@ -287,7 +287,10 @@ class Evaluator:
         blocks = tuple(_blocks(parts).tolist()) if self.blocks > 1 else ()
         accepted = {name: tuple(numbers[name].tolist()) for name in ACCEPTANCES if name in numbers}
         whole = len(nll) == len(self.windows.ids)
-        found = estimate(nll, divergence) if whole or leader is None else estimate_beside(nll, divergence, *leader)
+        if whole or leader is None:
+            found = estimate(nll, divergence)
+        else:
+            found = estimate_beside(nll, divergence, *leader)
         tokens = len(nll) * (self.windows.ids.shape[1] - 1)
         known = {"blocks": blocks, "acceptances": accepted, "whole": whole}
         return MeasuredProgram.of(found, tokens, nll, divergence, **known)

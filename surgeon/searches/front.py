@@ -107,8 +107,14 @@ class QualityCurve:
         if knee.cost is None:
             return f"{self.name}: no knee between {self.along.name} {first} and {show(last)}"
         ends = sorted([knee.low, knee.high], reverse=self.along.quantity.upward)
-        known = f"95% interval {' to '.join(map(self.along.quantity.show, ends))}" if knee.share else "no interval"
-        unsure = f", in {knee.share:.0%} of the resamples" if knee.share < CONFIDENCE else ""
+        if knee.share:
+            known = f"95% interval {' to '.join(map(self.along.quantity.show, ends))}"
+        else:
+            known = "no interval"
+        if knee.share < CONFIDENCE:
+            unsure = f", in {knee.share:.0%} of the resamples"
+        else:
+            unsure = ""
         looked = f"looked for as far as {show(last)}, within a divergence of {MOST_DIVERGENCE:g} nat"
         return f"{self.name}: the knee is at {show(knee.cost)} of {first} ({known}{unsure}), {looked}"
 

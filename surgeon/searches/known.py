@@ -100,7 +100,10 @@ class KnownPass:
 
     @property
     def digest(self) -> str:
-        ranks = None if self.ranks is None else [sorted(map(str, self.ranks.ranks.items())), self.ranks.parameters]
+        if self.ranks is None:
+            ranks = None
+        else:
+            ranks = [sorted(map(str, self.ranks.ranks.items())), self.ranks.parameters]
         orders = [sorted(self.missed.items()), [[*key, value] for key, value in sorted(self.removed.items())]]
         found = [self.name, sorted(self.divergence.items()), sorted(self.programs), ranks, orders]
         return hashlib.sha256(json.dumps(found).encode()).hexdigest()

@@ -179,7 +179,10 @@ class Pricing:
         hardware = self.hardware[on]
         sliced = draft is not None and draft.sliced
         deployment = self._deployed(hardware)
-        what = on if draft is None else f"{on}, {'sliced' if sliced else 'not sliced'} as a draft"
+        if draft is None:
+            what = on
+        else:
+            what = f"{on}, {'sliced' if sliced else 'not sliced'} as a draft"
 
         def seconds(part: Program) -> float:
             if draft is None:

@@ -133,7 +133,10 @@ class Search:
         found: dict[str, Proposal] = {}
         others = len(self.strands) - 1
         for name, proposer in self.strands.items():
-            share = max(1, BATCH // 2 // others) if name != MIXTURE and others else BATCH - BATCH // 2 * bool(others)
+            if name != MIXTURE and others:
+                share = max(1, BATCH // 2 // others)
+            else:
+                share = BATCH - BATCH // 2 * bool(others)
             trials = [trial for trial in finished if proposer.knows(trial.proposal.choice)]
             counts = self.question.shared_out(proposer.goals, trials, share)
             made = proposer.next_round(trials, counts, running)

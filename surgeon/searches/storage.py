@@ -155,7 +155,10 @@ def _explained(error: BaseException, url: URL, place: str) -> OSError:
     if re.search(r'role "[^"]*" does not exist', said):
         return OSError(f"{place} knows no user {url.username!r}; make one, createuser NAME, or give another's name")
     if "no password supplied" in said or "password authentication failed" in said:
-        wrong = "asks for a password" if "no password" in said else f"does not take the password of {url.username!r}"
+        if "no password" in said:
+            wrong = "asks for a password"
+        else:
+            wrong = f"does not take the password of {url.username!r}"
         return OSError(f"{place} {wrong}; put the right one into ~/.pgpass, or into PGPASSWORD")
     if "permission denied" in said:
         return OSError(f"{place} does not let {url.username!r} make tables ({said}); use a database that is theirs")

@@ -166,7 +166,10 @@ class TermsPlan:
         window = ids.shape[1]
         measured = range(max(1, self.tokens(ids) // window))
         # Where some are known, what the others do is compared where those run, too.
-        few = measured if np.isnan(self.known).all() else measured[: max(1, _SAMPLE // window)]
+        if np.isnan(self.known).all():
+            few = measured
+        else:
+            few = measured[: max(1, _SAMPLE // window)]
         runs: dict[range, dict[Program, None]] = {measured: {}, few: {}}
         for program, known, run in zip(self.programs, self.known, self.run, strict=True):
             if run:

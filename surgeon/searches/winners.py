@@ -133,7 +133,10 @@ class HeldOutComparison:
         """
         winner = f"trial {self.searched.trial.number} is"
         count = len(self.runners_up)
-        share = f"{CONFIDENCE:.0%}" if count == 1 else f"{CONFIDENCE:.0%} for all {count} intervals at once"
+        if count == 1:
+            share = f"{CONFIDENCE:.0%}"
+        else:
+            share = f"{CONFIDENCE:.0%} for all {count} intervals at once"
         for one in self.runners_up:
             if one.verdict != "not told apart":
                 numbers = " and ".join(f"{quality_by(each, self.by):.4g}" for each in qualities(one))

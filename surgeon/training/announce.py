@@ -44,7 +44,10 @@ def _first_row(text: TrainingText, tokenizer: Any) -> str:
     row = text.rows.with_format("numpy")[0]
     ids = row["input_ids"]
     learned = row.get("labels", row["input_ids"]) != IGNORED
-    begins = np.flatnonzero(row["position_ids"] == 0) if "position_ids" in row else np.zeros(1, int)
+    if "position_ids" in row:
+        begins = np.flatnonzero(row["position_ids"] == 0)
+    else:
+        begins = np.zeros(1, int)
     end = begins[1] if len(begins) > 1 else len(ids)
     turns = np.flatnonzero(np.diff(learned[:end])) + 1  # from what is learned to what is not, and back
     parts = [(tokenizer.decode(ids[first:last]), learned[first]) for first, last in pairwise([0, *turns, end])]

@@ -222,5 +222,8 @@ def describe_devices(processes: PartialState, where: str) -> str:
     if processes.num_processes > 1:
         return f"on {processes.num_processes} GPUs, one for each process"
     alone = torch.cuda.device_count() == 1
-    how = "" if alone else "; accelerate launch or torchrun trains on several, CUDA_VISIBLE_DEVICES chooses another one"
+    if alone:
+        how = ""
+    else:
+        how = "; accelerate launch or torchrun trains on several, CUDA_VISIBLE_DEVICES chooses another one"
     return f"on {describe_gpu(torch.device('cuda', 0))}{how}"

@@ -45,7 +45,10 @@ class ConversationSource:
     def identity(self) -> dict[str, Any]:
         """The table's name, size and time, the window, and what conversations are written with."""
         path, _ = file_and_column(self.source)
-        file = [] if path is None else [str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns]
+        if path is None:
+            file = []
+        else:
+            file = [str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns]
         written = {"tokenizer": tokenizer_digest(self._tokenizer), "chat_template": self._tokenizer.chat_template}
         return {"conversations": self.source, "file": file, "longest": self._window, "rules": _RULES, **written}
 

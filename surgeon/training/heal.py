@@ -212,6 +212,9 @@ def training_of(edited: EditedModel, record: dict[str, Any]) -> Training:
         source = report["source"]
         entries |= {"earlier": report["trained"]} if "trained" in report else {}
     else:
-        recipe = None if edited.recipe is None else replace(edited.recipe, model=model.public_name).to_yaml()
+        if edited.recipe is None:
+            recipe = None
+        else:
+            recipe = replace(edited.recipe, model=model.public_name).to_yaml()
         source = source_record(model)
     return Training(recipe, program_to_heal(edited), source, entries)

@@ -200,7 +200,10 @@ class LogitsTask:
             divergence = by_token.sum() * self.temperature**2
             slopes.append(_times(slope, self.logits * self.temperature))
         if self.text:
-            log_q = softened if self.temperature == 1 else functional.log_softmax(student, dim=-1)
+            if self.temperature == 1:
+                log_q = softened
+            else:
+                log_q = functional.log_softmax(student, dim=-1)
             labels = labels[:, None]
             nll = -log_q.gather(-1, labels).sum()
             slope = log_q.exp_().scatter_add_(-1, labels, log_q.new_full(labels.shape, -1))

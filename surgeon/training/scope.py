@@ -77,11 +77,10 @@ def choose_parameters(model: PreTrainedModel, scope: str, program: Program, rout
     """
     chosen = {id(parameter) for module in _modules(model, scope, program) for parameter in module.parameters()}
     if not chosen:
-        reason = (
-            "there are no routers to train: the program has no mixture of experts"
-            if scope == "routers"
-            else f"the scope {scope} has nothing to train: norms of this model have neither gains nor shifts"
-        )
+        if scope == "routers":
+            reason = "there are no routers to train: the program has no mixture of experts"
+        else:
+            reason = f"the scope {scope} has nothing to train: norms of this model have neither gains nor shifts"
         raise ValueError(f"{reason}; train another scope")
     chosen -= _frozen(model, router)
     for parameter in model.parameters():

@@ -217,7 +217,10 @@ class TrainTexts:
         window = self.training.window
         training = f"{len(self.training) * window:,} tokens of {self.training.source}"
         what = "tokens" if self.held_out.answers is None else "predicted tokens"
-        count = self.held_out.ids.numel() if self.held_out.answers is None else self.held_out.predicted
+        if self.held_out.answers is None:
+            count = self.held_out.ids.numel()
+        else:
+            count = self.held_out.predicted
         held_out = f"{count:,} {what} of {self.held_out.source}"
         if self.behind:
             held_out += f" (held out: {plural(self.behind, 'window')} behind them)"
@@ -319,7 +322,10 @@ def asked_of(
 ) -> dict[str, AskedWindows]:
     """What is asked of each text, by its weight; see `load_train_texts`."""
     wanted = max(1, tokens // window)
-    behind = max(1, held_out_size(window, held_out_tokens) // window) if is_held_out else 0
+    if is_held_out:
+        behind = max(1, held_out_size(window, held_out_tokens) // window)
+    else:
+        behind = 0
     whole = sum(several.values())
     found = dict[str, AskedWindows]()
     for name, weight in several.items():
@@ -338,7 +344,10 @@ def split(store: TokenStore, asked: AskedWindows) -> TextPart:
     """
     needed = asked.training + asked.behind
     there = store.fill(max(needed, HELD_OUT_SHARE * asked.behind) if asked.share else needed)
-    behind = min(asked.behind, max(1, there // HELD_OUT_SHARE)) if asked.share else asked.behind
+    if asked.share:
+        behind = min(asked.behind, max(1, there // HELD_OUT_SHARE))
+    else:
+        behind = asked.behind
     count = min(asked.training, there - behind)
     data = store.source.source
     window = store.packer.window
@@ -363,7 +372,10 @@ def together(
     parts: Sequence[TextPart], several: Mapping[str, float], measured: Windows | None, separator: str | None = None
 ) -> TrainTexts:
     """One text or several, and what they are judged by: other text, or what is held out of them."""
-    training = parts[0].training if len(parts) == 1 else mixed([part.training for part in parts], several)
+    if len(parts) == 1:
+        training = parts[0].training
+    else:
+        training = mixed([part.training for part in parts], several)
     if measured is not None:
         return TrainTexts(training, measured)
     rows = datasets.concatenate_datasets([part.behind for part in parts if part.behind is not None])

@@ -249,7 +249,10 @@ class ModelTrainer(Trainer):
         """The mean loss of a micro-batch, in nats per predicted token, and what the balance of experts adds to it."""
         del num_items_in_batch
         with self.balance.watched() as seen:
-            parts = {"loss": text_loss(model, inputs)} if self.towards is None else self.towards.loss(model, inputs)
+            if self.towards is None:
+                parts = {"loss": text_loss(model, inputs)}
+            else:
+                parts = self.towards.loss(model, inputs)
         if (share := self._share) is not None:
             parts = {name: part * share.to(part.device) for name, part in parts.items()}
         loss = parts.pop("loss")
@@ -292,7 +295,10 @@ class ModelTrainer(Trainer):
     def _last_good(self) -> str:
         """Where weights are that were finite, and what to do; the end of a message."""
         there = self.checkpoints.until(self.state.global_step)
-        where = f"the weights after step {max(there)} are in {there[max(there)]}" if there else "no weights were kept"
+        if there:
+            where = f"the weights after step {max(there)} are in {there[max(there)]}"
+        else:
+            where = "no weights were kept"
         return (
             f"{where}; use a lower learning rate than {self.args.learning_rate:g}, or a warmup, in another output "
             "(this run would come to the same again)"
@@ -382,7 +388,10 @@ class ModelTrainer(Trainer):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        name = "rng_state.pth" if self.args.world_size == 1 else f"rng_state_{self.args.process_index}.pth"
+        if self.args.world_size == 1:
+            name = "rng_state.pth"
+        else:
+            name = f"rng_state_{self.args.process_index}.pth"
         if checkpoint is not None and self.args.should_save and not (Path(checkpoint) / name).is_file():
             warnings.warn(
                 f"{checkpoint} was written by another number of processes than there are now; where the model has "

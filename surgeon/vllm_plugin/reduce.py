@@ -55,10 +55,16 @@ def connect(way: str, program: Program) -> Collectives:
     if way == "side" or (way == "shm" and not on_one_machine):
         needed = "GPUs" if way == "side" else "CPU ranks on one machine"
         raise ValueError(f"reduce {way} in --additional-config needs {needed}; use torch or auto")
-    asynchronous = _shared_memory(ranks) if on_one_machine and way != "torch" else GroupCollectives(ranks)
+    if on_one_machine and way != "torch":
+        asynchronous = _shared_memory(ranks)
+    else:
+        asynchronous = GroupCollectives(ranks)
     if way == "auto":
         # On CPUs this attribute says whether vLLM's ranks share memory.
-        way = "shm" if late or (on_one_machine and not ranks.device_communicator.supports_tensor_dict) else "vllm"
+        if late or (on_one_machine and not ranks.device_communicator.supports_tensor_dict):
+            way = "shm"
+        else:
+            way = "vllm"
     if way == "vllm":
         return VllmCollectives(ranks, asynchronous)
     return asynchronous

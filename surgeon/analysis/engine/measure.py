@@ -251,7 +251,10 @@ class _Run:
         """Some programs on some windows, the original first; it is run where its predictions are not known."""
         if not wanted:
             return
-        count = lanes_for(self.model.device, self.ids.shape[1], len(windows)) if self.shares else 1
+        if self.shares:
+            count = lanes_for(self.model.device, self.ids.shape[1], len(windows))
+        else:
+            count = 1
         parts = parts_of(windows, count)
         running = [program for program in wanted if program != self.original]
         if not all(part in self.options.references for part in parts):
@@ -288,7 +291,10 @@ class _Run:
         if self.streamed:
             cache_bytes, states_bytes = streaming_room(self.model, self.plan, chunk.numel(), self.options.memory)
         machine = PlanMachine(self.model, chunk, cache_bytes, self.factors)
-        cached = None if self.cache is None else PlanStates(self.cache, self.plan, self.numbers, windows)
+        if self.cache is None:
+            cached = None
+        else:
+            cached = PlanStates(self.cache, self.plan, self.numbers, windows)
         plan = self.plan if cached is None else cached.plan
 
         def ran(sublayers: int) -> None:

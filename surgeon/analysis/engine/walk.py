@@ -247,7 +247,10 @@ def _run(walk: Walk, run: range, after: _After) -> Generator[RunLayer, None, _Af
 
 def _fork_run(walk: Walk, fork: Fork, after: _After) -> Generator[RunLayer, None, _After]:
     landed = land(after.state)
-    known = after.ended if len(after.ended) == len(fork.branches) else (None,) * len(fork.branches)
+    if len(after.ended) == len(fork.branches):
+        known = after.ended
+    else:
+        known = (None,) * len(fork.branches)
     outputs = list[Tensor]()
     ended = list[Tensor | None]()
     for branch, before in zip(fork.branches, known, strict=True):

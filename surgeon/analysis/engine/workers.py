@@ -147,7 +147,10 @@ def _collect(processes: Sequence[BaseProcess], messages: Any, ran: Callable[[flo
 def _check_alive(processes: Sequence[BaseProcess]) -> None:
     for number, process in enumerate(processes):
         if process.exitcode:
-            how = f"killed by signal {-process.exitcode}" if process.exitcode < 0 else f"exit code {process.exitcode}"
+            if process.exitcode < 0:
+                how = f"killed by signal {-process.exitcode}"
+            else:
+                how = f"exit code {process.exitcode}"
             raise OSError(
                 f"worker {number} of {len(processes)} ended early ({how}); what was measured is kept: run the same "
                 "command again to go on, with fewer workers if memory was short"

@@ -297,7 +297,10 @@ class _Work:
         if moment is not None:
             nothing = Factors(torch.zeros_like(factors.first), torch.zeros_like(factors.second))
             whole = truncation_loss(values.cpu(), nothing, moment)
-            loss = truncation_loss(values.cpu(), factors, moment) / whole if whole > 0 else None
+            if whole > 0:
+                loss = truncation_loss(values.cpu(), factors, moment) / whole
+            else:
+                loss = None
         samples = 0 if known is None else known.samples
         return factors, FactorFacts(rank, min(values.shape), values.shape[1], found.reached, samples, loss)
 

@@ -181,7 +181,10 @@ class _Tapping(ModelMachine):
         spec = self.layers.family.spec(sublayer.kind, sublayer.layers[0])
         for matrix in self.watched:
             if matrix.role == EXPERTS and spec.mixture is not None:  # who is sent to which they are told, or not
-                path = spec.modules[0] if spec.mixture.weighs_inputs else spec.mixture.experts
+                if spec.mixture.weighs_inputs:
+                    path = spec.modules[0]
+                else:
+                    path = spec.mixture.experts
             else:
                 path = spec.projection(matrix.role).path
             hook = owner.get_submodule(path).register_forward_pre_hook(partial(_show, matrix, self.seen))

@@ -71,7 +71,10 @@ class RankBudget:
 
     def __post_init__(self) -> None:
         if not 0 < self.most <= (1 if self.relative else float("inf")):
-            name = "keep" if self.quantity == "params" and self.relative else self.quantity
+            if self.quantity == "params" and self.relative:
+                name = "keep"
+            else:
+                name = self.quantity
             limits = "more than 0 and at most 1" if self.relative else "more than 0"
             raise ValueError(f"{name} must be {limits}, not {self.most:g}")
 

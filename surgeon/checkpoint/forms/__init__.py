@@ -89,7 +89,10 @@ def lay_out(
             return replace(layout, reason="; ".join(filter(None, [layout.reason, copies, *_explained(refusals)])))
     if copying is not None:
         return copying
-    what = "any form" if form == "auto" else f"the {form} form; leave form out for the most portable form that is exact"
+    if form == "auto":
+        what = "any form"
+    else:
+        what = f"the {form} form; leave form out for the most portable form that is exact"
     raise ValueError(f"this program cannot be written in {what} ({'; '.join(_explained(refusals))})")
 
 

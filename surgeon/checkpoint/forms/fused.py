@@ -76,7 +76,10 @@ class FusedPlanner(TensorPlanner):
                     for path in self.paths(sublayer):
                         if path.rpartition(".")[0] not in known:
                             raise ValueError(f"{path} of {self.family.name} cannot be stored in the fused form")
-                tensors = self._norms(kind, sublayers) | self._projections(kind, sublayers) if sublayers else {}
+                if sublayers:
+                    tensors = self._norms(kind, sublayers) | self._projections(kind, sublayers)
+                else:
+                    tensors = {}
                 for path, compute in tensors.items():
                     name = f"{FUSED_FAMILY.layers}.{index}.{path}"
                     planned += self._side_by_side(name, sublayers) or self.planned(name, compute)
@@ -273,7 +276,10 @@ class Fused(Form):
         narrow = sum(layer.is_single and not layer.has_stock_width for layer in layers)
         partial = sum(bool(layer.lacks) for layer in layers)
         others = narrow or partial
-        what = [f"{wide} of {len(layers)} stored layers hold several side by side"] if wide or not others else []
+        if wide or not others:
+            what = [f"{wide} of {len(layers)} stored layers hold several side by side"]
+        else:
+            what = []
         what += [f"{partial} of {len(layers)} layers have no attention or no MLP"] if partial else []
         what += [f"{narrow} of {len(layers)} layers are narrower than the model's"] if narrow else []
         who = "transformers loads" if family.head_bias else "transformers and vLLM load"

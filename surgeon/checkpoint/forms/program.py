@@ -51,7 +51,10 @@ class ProgramForm(Form):
         renumbered = program.renamed(lambda sublayer: sublayer.stored_in(groups.place(sublayer)))
         why_plugin = needs_plugin(renumbered, family, config, len(layers))
         why_not = family.apart(program)
-        who = "transformers loads" if why_plugin or why_not else "transformers and unmodified vLLM load"
+        if why_plugin or why_not:
+            who = "transformers loads"
+        else:
+            who = "transformers and unmodified vLLM load"
         reason = f"{who} it with the modeling file inside (trust_remote_code=True), which runs the program"
         if why_not:
             reason += f"; {NOT_ON_VLLM} of {why_not}"

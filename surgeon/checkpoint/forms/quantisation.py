@@ -38,7 +38,10 @@ def quantisation(original: StoredModel, layout: Layout, tensors: Sequence[Planne
     wrapped = original.wrapped
     layers = original.family.layers
     stored = str if wrapped is None else wrapped.stored_name
-    before = "" if wrapped is None else re.escape(stored(f"{layers}.").removesuffix(f"{layers.rpartition('.')[2]}."))
+    if wrapped is None:
+        before = ""
+    else:
+        before = re.escape(stored(f"{layers}.").removesuffix(f"{layers.rpartition('.')[2]}."))
     followed: dict[str, Any] = _following(
         copy.deepcopy(checkpoint.entries.get(QUANTIZATION) or checkpoint.config[QUANTIZATION]),
         re.compile(rf"{before}(?<![^.\\^*(:]){layers.rpartition('.')[2]}(\\?\.)(\d+)(?!\d)"),

@@ -74,7 +74,10 @@ class Operation:
         fields: dict[str, Any] = {}
         for name, parameter in inspect.signature(self.function, eval_str=True).parameters.items():
             if name not in _GIVEN:
-                default = ... if parameter.default is inspect.Parameter.empty else parameter.default
+                if parameter.default is inspect.Parameter.empty:
+                    default = ...
+                else:
+                    default = parameter.default
                 fields[name] = (parameter.annotation, default)
         return create_model(self.name, __config__=ConfigDict(extra="forbid", strict=True), **fields)
 

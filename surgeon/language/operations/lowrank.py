@@ -110,7 +110,10 @@ def lowrank(
         lacked = shapes.matrices.keys() - own.matrices.keys()  # by layers that differ
         if ranks is not None:
             return _given(layers, alike, left, ranks, lacked)
-        named = None if weights is None else [role for role in weights if role not in lacked]
+        if weights is None:
+            named = None
+        else:
+            named = [role for role in weights if role not in lacked]
         return _kept(layers, left, named, keep or 0.0)
 
     for_whole = chosen("", None)

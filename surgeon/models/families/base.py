@@ -236,7 +236,10 @@ class Family:
     def attentions_like(self, spec: SublayerSpec) -> str:
         """Which attentions these are, in words: those of the family, or of the layers that have others than most."""
         layers = [layer for kind, layer, own in self.layer_specs if kind == ATTENTION and own == spec]
-        where = f" in layer{'s' * (len(layers) > 1)} {layer_list(layers)}" if layers else ""
+        if layers:
+            where = f" in layer{'s' * (len(layers) > 1)} {layer_list(layers)}"
+        else:
+            where = ""
         return f"attentions of {self.name}{where}"
 
     def apart(self, program: Program) -> str | None:
@@ -296,7 +299,10 @@ class Family:
 
     def _kv_heads(self, config: Any) -> int:
         """Those that the configuration says; 0 where it says none."""
-        found = getattr(config, self.kv_heads, None) if isinstance(self.kv_heads, str) else self.kv_heads
+        if isinstance(self.kv_heads, str):
+            found = getattr(config, self.kv_heads, None)
+        else:
+            found = self.kv_heads
         return int(found or 0)
 
     def unit_width(self, config: Any, unit: Unit) -> int:
@@ -323,7 +329,10 @@ class Family:
         if attention.kept is not None:
             del counts[ATTENTION]
         latent = None if attention.latent is None else attention.latent(config)
-        beside = {ATTENTION: sum(map(math.prod, latent.shapes(hidden).values()))} if latent else {}
+        if latent:
+            beside = {ATTENTION: sum(map(math.prod, latent.shapes(hidden).values()))}
+        else:
+            beside = {}
         if attention.numbers is not None:
             beside = {ATTENTION: attention.numbers(config)}
         return LayerShapes(shapes, norms=beside, units=counts, mixture=self._mixture_shapes(config, mlp.mixture))

@@ -65,7 +65,10 @@ def _functions(model_type: str) -> dict[str, str]:
     package = f"transformers.models.{model_type_to_module_name(model_type)}"
     source = find_spec(package)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, "")
-    files = [] if source is None or source.origin is None else list(Path(source.origin).parent.glob("modeling_*.py"))
+    if source is None or source.origin is None:
+        files = []
+    else:
+        files = list(Path(source.origin).parent.glob("modeling_*.py"))
     text = next((text for file in files if f"class {model_class}(" in (text := file.read_text(encoding="utf-8"))), "")
     if not isinstance(model_class, str) or not text:
         return {}

@@ -30,7 +30,10 @@ def attention_windows(family: Family, config: Any, layers: int) -> tuple[int | N
     window = None if family.window is None else getattr(config, family.window)
     if window is None:
         return ()
-    windowed = [True] * layers if family.window_layers is None else windowed_layers(family, config)
+    if family.window_layers is None:
+        windowed = [True] * layers
+    else:
+        windowed = windowed_layers(family, config)
     if len(windowed) != layers:
         raise ValueError(
             f"{family.window_layers} in config.json has an entry for each of {len(windowed)} layers, and the "

@@ -201,7 +201,10 @@ def packed(tensors: Tensors, spec: SublayerSpec, width: int) -> Tensors:
 def _on_its_own(role: str, path: str, tensors: Tensors) -> Tensors:
     """The tensors of a projection of a module that is taken apart, which lie below its own path."""
     factored = f"{role}.first.weight" in tensors
-    names = {"first.weight": "first.weight", "second.weight": "second.weight"} if factored else {"weight": "weight"}
+    if factored:
+        names = {"first.weight": "first.weight", "second.weight": "second.weight"}
+    else:
+        names = {"weight": "weight"}
     names["bias"] = "second.bias" if factored else "bias"
     found = {f"{path}.{stored}": tensors.get(f"{role}.{name}") for name, stored in names.items()}
     return {name: tensor.clone() for name, tensor in found.items() if tensor is not None}

@@ -166,7 +166,10 @@ class StoredWeights:
         if own is None:
             name = self.names.of(f"{self.prefix(layer)}{projection.weight}")
             dim = projection.divided_dim
-            features = None if len(places) == self.store.shape(name)[dim + int(projection.stacked)] else places
+            if len(places) == self.store.shape(name)[dim + int(projection.stacked)]:
+                features = None
+            else:
+                features = places
             index = expert if projection.stacked else None
             return Dense(self.store, name, dim, features, projection.transposed, index)
         dim = 1 - int(projection.reads_stream)

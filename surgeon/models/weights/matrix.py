@@ -154,7 +154,10 @@ def mean(parts: Iterable[Tensor], dtype: torch.dtype | None = None) -> Tensor:
     for part in parts:
         count += 1
         dtype = part.dtype if dtype is None else dtype
-        total = part.to(dtype) if count == 1 else _summable(total) + _summable(part.to(total.device, dtype))
+        if count == 1:
+            total = part.to(dtype)
+        else:
+            total = _summable(total) + _summable(part.to(total.device, dtype))
     if count == 1:
         return total
     return total.div_(count).to(dtype)

@@ -92,7 +92,10 @@ class FactoredExperts(nn.Module):
     def _expert(self, expert: int, x: Tensor) -> Tensor:
         *reading, writing = (self.get_submodule(one.role) for one in self.projections)
         outputs = [module(x, expert) for module in reading]
-        together = torch.stack(outputs, -1).flatten(-2) if self.projections[0].interleaved else torch.cat(outputs, -1)
+        if self.projections[0].interleaved:
+            together = torch.stack(outputs, -1).flatten(-2)
+        else:
+            together = torch.cat(outputs, -1)
         written: Tensor = writing(gated(self.like[0], together), expert)
         return written
 

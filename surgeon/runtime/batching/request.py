@@ -130,7 +130,10 @@ def check_length(request: Request, room: int) -> None:
     if not prompt:
         raise ValueError("the prompt is empty: it has no tokens; give at least one")
     if prompt + new > room:
-        mend = "shorten the prompt" if prompt >= room else f"ask for at most {room - prompt} new ones"
+        if prompt >= room:
+            mend = "shorten the prompt"
+        else:
+            mend = f"ask for at most {room - prompt} new ones"
         raise ValueError(f"{prompt} tokens of the prompt and {new} new ones are more than the {room} that fit; {mend}")
 
 

@@ -41,7 +41,10 @@ class Link:
             raise ValueError(f"the bandwidth of a link must be above 0 bytes per second, not {self.bandwidth:g}")
 
     def __str__(self) -> str:
-        delay = f"{1e3 * self.delay:g}ms" if self.delay >= 1e-3 else f"{1e6 * self.delay:g}us"
+        if self.delay >= 1e-3:
+            delay = f"{1e3 * self.delay:g}ms"
+        else:
+            delay = f"{1e6 * self.delay:g}us"
         parts = [f"link of {delay}"] if self.delay else []
         parts += [f"{show_size(self.bandwidth)}/s"] if self.bandwidth < math.inf else []
         return ", ".join(parts) or "link"

@@ -220,7 +220,10 @@ class Kernels:
         tokens, hidden = x.shape
         y = x.new_empty(tokens, hidden)
         alpha, limit = experts.clamped or (0.0, 0.0)
-        activation = 2 if experts.clamped else int(GATED[experts.activation] != "gated_silu")
+        if experts.clamped:
+            activation = 2
+        else:
+            activation = int(GATED[experts.activation] != "gated_silu")
         self.library.call(
             *("mixture", x.data_ptr(), tokens, x.stride(0), routed.experts.data_ptr(), routed.weights.data_ptr()),
             *(routed.experts.shape[1], experts.first, len(experts.table), experts.table.data_ptr(), hidden),

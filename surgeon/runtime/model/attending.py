@@ -128,7 +128,10 @@ def attention(
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is not None:
         mask = mask.unsqueeze(-3)  # the same for all heads of a KV group
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        if mask.dtype == torch.bool:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        else:
+            scores = scores + mask
     if weighting.sinks is not None:
         per_head = weighting.sinks.numel() == queries.shape[1]  # else heads of a KV group are given as its queries
         sinks = weighting.sinks.view(kv_heads, -1, 1 if per_head else queries.shape[2], 1).to(scores.dtype)

@@ -177,7 +177,10 @@ class RankModel(RankProgram):
     def chosen(self, own: Tensor, wanted: Sequence[Wanted]) -> tuple[list[int], Tensor | None]:
         """The `best` and the `logits` of results, of what is wanted of tokens with these logits, (tokens, rows)."""
         best, full = ([at for at, want in enumerate(wanted) if want == kind] for kind in (Wanted.BEST, Wanted.LOGITS))
-        likeliest = self.best_tokens(own if len(best) == len(wanted) else own[best]).tolist() if best else []
+        if best:
+            likeliest = self.best_tokens(own if len(best) == len(wanted) else own[best]).tolist()
+        else:
+            likeliest = []
         return likeliest, self.whole_logits(own if len(full) == len(wanted) else own[full]) if full else None
 
     def check_collectives(self) -> None:

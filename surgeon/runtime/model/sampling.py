@@ -218,7 +218,10 @@ class Sampler:
         for row, text in enumerate(texts):
             kind = text.look, text.line is not None, text.sampling.logprobs is not None, text.again
             batches.setdefault(kind, []).append(row)
-        most = len(texts) if logits.is_cuda else max(1, CACHED_NUMBERS // self._vocabulary)
+        if logits.is_cuda:
+            most = len(texts)
+        else:
+            most = max(1, CACHED_NUMBERS // self._vocabulary)
         for rows in batches.values():
             for first in range(0, len(rows), most):
                 yield rows[first : first + most]

@@ -282,7 +282,10 @@ class StaticDecode(Way):
         """
         unread = cache.tokens // BLOCK_TOKENS - self.spare_blocks
         tokens = min(self._model.plan.max_tokens, unread * BLOCK_TOKENS if self.gathers(cache) else BLOCK_TOKENS)
-        counts = [] if self._recorder is None else [1 << power for power in range((texts - 1).bit_length() + 1)]
+        if self._recorder is None:
+            counts = []
+        else:
+            counts = [1 << power for power in range((texts - 1).bit_length() + 1)]
         for count in reversed(counts):
             end = BLOCK_TOKENS
             while count * blocks_for(end) <= max(unread, count) and end < 2 * tokens:

@@ -81,7 +81,10 @@ def first_rack(plan: Plan) -> tuple[int, CodaPlan]:
     if layers:
         check_layers(program, layers)
         check_division(program, source.units, plan.ranks, mixtures)
-    by_layer = rotaries_by_layer(stored.config, family, layers, plan.max_tokens) if layers else []
+    if layers:
+        by_layer = rotaries_by_layer(stored.config, family, layers, plan.max_tokens)
+    else:
+        by_layer = []
     # Passes have one set of angles for rack and coda; a kind that is the coda's alone comes behind the model's.
     rotaries = tuple(dict.fromkeys([*plan.rotaries, *(one for one in by_layer if one is not None)]))
     own = replace(

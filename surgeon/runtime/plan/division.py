@@ -56,7 +56,10 @@ def check_division(
         ValueError: with the numbers of ranks that would do.
     """
     for sublayer in dict.fromkeys(program.sublayers()):
-        reason = None if sublayer.piece is None else indivisible(sublayer, units_of(sublayer), replicate=False)
+        if sublayer.piece is None:
+            reason = None
+        else:
+            reason = indivisible(sublayer, units_of(sublayer), replicate=False)
         if reason:
             raise ValueError(reason)
     reason = why_not(program, units_of, ranks, mixtures, sliced)

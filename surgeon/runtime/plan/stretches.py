@@ -53,7 +53,10 @@ def with_stretches(plan: Plan, ranks: int, drafts: bool) -> Plan:
     if len(cuts) < ranks - 1:
         late = any(isinstance(node, Step) and node.late for node in program.nodes)
         where = f" behind the first {first}, which the coda is for" if first else ""
-        why = "; a late step reads the stream as it was within the stretch before it" if late else ""
+        if late:
+            why = "; a late step reads the stream as it was within the stretch before it"
+        else:
+            why = ""
         raise ValueError(
             f"the program's {plural(len(program), 'node')} split into stretches for {plural(len(cuts) + 1, 'rank')} at "
             f"most{where}, not for {ranks}{why}; use fewer ranks, or the model's own program"

@@ -85,7 +85,10 @@ class Leader:
         chosen = self._choose(chunks, drafts, results)
         if self.scheduler.ahead is not None:
             single = all(row.start and len(row.tokens) == 1 for row in rows)
-            note = self.scheduler.ahead.note_pass if single else self.scheduler.ahead.prompts.note
+            if single:
+                note = self.scheduler.ahead.note_pass
+            else:
+                note = self.scheduler.ahead.prompts.note
             note(sum(len(row.tokens) for row in rows), time.perf_counter() - began)
         outputs = self.scheduler.advance(chunks, chosen, results.scores)
         self._note(outputs)

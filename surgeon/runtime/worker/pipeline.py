@@ -75,7 +75,10 @@ class PipelineLeader(Leader):
 
     def step(self) -> list[Output]:
         """Send a pass, or take in the oldest one where as many are on their way as may be, or none is to be sent."""
-        chunks = self.scheduler.plan() if len(self._flights) < self.scheduler.limits.stretches else []
+        if len(self._flights) < self.scheduler.limits.stretches:
+            chunks = self.scheduler.plan()
+        else:
+            chunks = []
         outputs = self._send(chunks) if chunks else self._take_in()
         self._note(outputs)
         return outputs

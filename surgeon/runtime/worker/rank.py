@@ -182,7 +182,10 @@ def rank_device(settings: RankSettings) -> torch.device:
 
 def gpu_room(rank: Rank) -> int:
     """Runs on a rank on a GPU: how many bytes it may take there, where others share the GPU its part of them."""
-    sharing = 1 if sees_its_own_gpu() else -(-rank.settings.location.local_ranks // torch.cuda.device_count())
+    if sees_its_own_gpu():
+        sharing = 1
+    else:
+        sharing = -(-rank.settings.location.local_ranks // torch.cuda.device_count())
     return gpu_free_bytes(rank.device.index) // sharing
 
 

@@ -30,11 +30,11 @@ ENGINE = "engine"  # the name under which a rank keeps the engine of a single mo
 
 def load(rank: Rank, plan: Plan, name: str = ENGINE) -> ExpertTimes | None:
     """Runs on a rank: load its slices of a model, and keep the engine under a name; how experts are shared, if open."""
-    engine = (
-        StretchEngine(plan, rank.rank, rank.device)
-        if plan.stretches
-        else RankEngine(plan, rank.collectives, rank.device, rank.engines.values())
-    )
+    engine: RankEngine | StretchEngine
+    if plan.stretches:
+        engine = StretchEngine(plan, rank.rank, rank.device)
+    else:
+        engine = RankEngine(plan, rank.collectives, rank.device, rank.engines.values())
     keep(rank, name, engine)
     return engine.expert_times
 

@@ -383,7 +383,10 @@ def watched_streams(
         return
     layers = next((module for module in model.modules() if isinstance(module, EditedLayers)), None)
     if layers is None or length not in (None, len(layers.program)):
-        runs = "no program" if layers is None else f"a program of {len(layers.program)} nodes"
+        if layers is None:
+            runs = "no program"
+        else:
+            runs = f"a program of {len(layers.program)} nodes"
         raise ValueError(f"the student runs {runs}, not the one its streams are compared by; edit it with that one")
     landed = count(begins + 1)
 

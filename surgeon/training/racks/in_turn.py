@@ -60,8 +60,14 @@ def train_in_turn(asked: RacksToTrain) -> RacksTrained:
 def _train(asked: RacksToTrain, index: int, held_out: HeldOutQuality) -> None:
     rack = rack_of(asked.whole, asked.racks, index, asked.seed)
     settings = asked.settings
-    source = None if rack.is_first else KeptStreams(rack_folder(asked.folder, index - 1) / STREAMS)
-    sink = None if rack.is_last else KeptStreams(rack_folder(asked.folder, index) / STREAMS)
+    if rack.is_first:
+        source = None
+    else:
+        source = KeptStreams(rack_folder(asked.folder, index - 1) / STREAMS)
+    if rack.is_last:
+        sink = None
+    else:
+        sink = KeptStreams(rack_folder(asked.folder, index) / STREAMS)
     teacher = None
     if settings.distillation is not None:
         assert asked.original is not None

@@ -87,7 +87,10 @@ def commands_by_hand(folder: Path, racks: int) -> list[str]:
     hosts = [f"HOST{index}:PORT{index}" for index in range(racks)]
     averaged = options.average != NEVER
     replicas = options.replicas
-    python = "python" if replicas == 1 else f"torchrun --standalone --nproc-per-node {replicas}"
+    if replicas == 1:
+        python = "python"
+    else:
+        python = f"torchrun --standalone --nproc-per-node {replicas}"
     peers = [range(racks) if averaged else range(max(0, index - 1), index) for index in range(racks)]
     return [
         " ".join(

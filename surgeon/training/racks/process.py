@@ -209,7 +209,10 @@ def run_rack(run: Path, index: int, place: RackPlace | None = None) -> None:
     wanted = plan.options.replicas
     there = int(os.environ.get("WORLD_SIZE", "1"))
     if there != wanted:
-        how = "without torchrun" if wanted == 1 else f"with torchrun --standalone --nproc-per-node {wanted}"
+        if wanted == 1:
+            how = "without torchrun"
+        else:
+            how = f"with torchrun --standalone --nproc-per-node {wanted}"
         raise ValueError(f"a rack of this run has {wanted} processes, and this one has {there}; start it {how}")
     with closing(Meeting(run, index, plan, place or RackPlace())) as meeting:
         if not is_done(run, index):
@@ -229,7 +232,10 @@ def _task(meeting: Meeting, rack: RackModel, held_out: HeldOutQuality) -> Traini
     settings = meeting.plan.settings
     options = meeting.plan.options
     streams = RackStreams(settings.batch, meeting.before, None if rack.is_last else meeting.outbox)
-    teacher = None if settings.distillation is None else open_rack(teacher_file(meeting.run, meeting.index))
+    if settings.distillation is None:
+        teacher = None
+    else:
+        teacher = open_rack(teacher_file(meeting.run, meeting.index))
     task = rack_task(rack, held_out, streams, teacher, settings.distillation)
     callbacks: list[TrainerCallback] = [RackKeeper(meeting)]
     if meeting.codas:

@@ -116,7 +116,10 @@ def _fill(model: PreTrainedModel, tensors: Mapping[str, Tensor], family: Family)
     places = dict(model.named_parameters())
     for name, tensor in tensors.items():
         if name not in places or places[name].shape != tensor.shape:
-            what = f"of shape {tuple(places[name].shape)}" if name in places else "in a model of its configuration"
+            if name in places:
+                what = f"of shape {tuple(places[name].shape)}"
+            else:
+                what = "in a model of its configuration"
             raise ValueError(f"there is no tensor {name} {what}; found one of shape {tuple(tensor.shape)}")
     model.load_state_dict(dict(tensors), strict=False, assign=True)
     model.tie_weights()

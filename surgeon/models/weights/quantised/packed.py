@@ -60,9 +60,10 @@ class Gptq(Scheme):
             SCALES: PartSpec(FLOATS, (Along(1), groups), ((0, count),)),
         }
         if by_index or GROUPS in matrix.parts:
-            meaning = (
-                f"the group of each input, 0 to {count - 1}" if by_index else "inputs in order, as desc_act is false"
-            )
+            if by_index:
+                meaning = f"the group of each input, 0 to {count - 1}"
+            else:
+                meaning = "inputs in order, as desc_act is false"
             along = None, Along(0)
             parts[GROUPS] = PartSpec(INDICES, along, below=count if by_index else None, meaning=meaning)
         return Arrangement((outputs, inputs), WORDS, parts)

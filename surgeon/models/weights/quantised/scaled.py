@@ -152,7 +152,10 @@ class Grouped(Scheme):
             values = codes_of(values, self.bits, 1)[:, : shape[1]]
             # Both are stored with this added, so that it falls out.
             middle = torch.full_like(scales, 1 << (self.bits - 1))
-            zeros = middle if zeros is None else codes_of(zeros, self.bits, 0)[: len(scales)]
+            if zeros is None:
+                zeros = middle
+            else:
+                zeros = codes_of(zeros, self.bits, 0)[: len(scales)]
         if self.by_index:
             index = tensors[GROUPS].long()
             scales = scales[:, index]

@@ -52,7 +52,10 @@ def stacked(matrices: Sequence[Quantised], dim: int, blocks: int) -> dict[str, S
             continue
         alongs = [one.arrangement.place(ending, dim) for one in matrices]
         own = alongs[0]
-        sizes = [one.shape[dim] * own.per_element / blocks for one in matrices] if own is not None else []
+        if own is not None:
+            sizes = [one.shape[dim] * own.per_element / blocks for one in matrices]
+        else:
+            sizes = []
         if own is None or any(along != own for along in alongs) or any(size.denominator > 1 for size in sizes):
             return None
         whole = list(first.store.shape(name))

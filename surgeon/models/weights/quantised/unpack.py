@@ -53,7 +53,10 @@ def scaled(values: Tensor, scales: Tensor, block: tuple[int, int], zeros: Tensor
     found = values.to(torch.float32, copy=True)
     sizes = [size or count for size, count in zip(block, values.shape, strict=True)]
     whole = all(count % size == 0 for size, count in zip(sizes, values.shape, strict=True))
-    view = found.unflatten(1, (-1, sizes[1])).unflatten(0, (-1, sizes[0])) if whole else found
+    if whole:
+        view = found.unflatten(1, (-1, sizes[1])).unflatten(0, (-1, sizes[0]))
+    else:
+        view = found
 
     def each(grid: Tensor) -> Tensor:
         grid = (grid if grid.dim() == 2 else grid.reshape(-1, 1)).float()
