@@ -161,6 +161,7 @@ def _text_before_rest(model: str | Path | Model, options: Question) -> Question:
     if options.holdout is not None or options.holdout_data is not None:
         return options
     opened = open_model(model)
+    options.mixture(opened)  # what others decomposed is known by its tensors, and refused before a text is read
     data = DEMO if options.data is None else options.data
     window = window_for(opened.config, options.window)
     tokens = tokens_before_rest(opened.tokenizer, data, window, options.tokens, options.separator, LEAST_HELD_OUT)

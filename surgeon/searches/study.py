@@ -22,6 +22,7 @@ import psutil
 from optuna.exceptions import ExperimentalWarning, UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, TrialState
 
+from surgeon.searches.search import PROGRAM
 from surgeon.searches.storage import StudyStorage, say_aside
 
 SETTINGS, METRICS = "settings", "objectives"  # attributes of the study
@@ -102,6 +103,8 @@ def run_trials(
         trial.set_user_attr(WORKER, me)
         if sum(one.number < trial.number for one in counted(study)) >= trials:
             raise NotTried
+        if _is_twin(study, trial):
+            raise NotTried
         found = objective(trial)
         if getattr(study.sampler, "is_exhausted", False):  # it has said the best trial once more
             raise NotTried
@@ -159,6 +162,15 @@ def _running(study: optuna.Study) -> list[FrozenTrial]:
 def _process() -> list[Any]:
     """Name this process: its machine, its number, and when it began, as numbers are given again."""
     return [platform.node(), os.getpid(), psutil.Process().create_time()]
+
+
+def _is_twin(study: optuna.Study, trial: optuna.Trial) -> bool:
+    """Whether an earlier trial that runs has the same program: two workers have asked at the same moment."""
+    program = study._storage.get_trial(trial._trial_id).user_attrs.get(PROGRAM)
+    return program is not None and any(
+        one.number < trial.number and one.state == TrialState.RUNNING and one.user_attrs.get(PROGRAM) == program
+        for one in counted(study)
+    )
 
 
 def _has_ended(machine: str, number: int, began: float) -> bool:

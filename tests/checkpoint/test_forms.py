@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 import pytest
 
 import surgeon
 from surgeon.checkpoint.forms import FORMS, StoredLayer, form_of, lay_out, per_layer_lists
+from surgeon.commands.command import declared
 from surgeon.commands.export import export
 from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
@@ -193,4 +194,5 @@ def test_a_form_is_asked_and_never_told_by_its_name() -> None:
 
 
 def test_the_command_offers_every_form() -> None:
-    assert get_args(get_args(get_type_hints(export, include_extras=True)["form"])[0]) == ("auto", *FORMS)
+    (form,) = [one for one in declared(export) if one.name == "form"]
+    assert get_args(form.type) == ("auto", *FORMS)
