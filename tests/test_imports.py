@@ -37,6 +37,7 @@ FLOORS = [
     ["vllm_plugin"],
     ["testing"],
     ["commands"],
+    ["cli"],
 ]
 LEVELS = {name: level for level, floor in enumerate(FLOORS) for name in floor}
 # The floors of the runtime; what lies beside its folders is the client's side, which knows all of them.
