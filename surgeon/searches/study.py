@@ -165,12 +165,10 @@ def _process() -> list[Any]:
 
 
 def _is_twin(study: optuna.Study, trial: optuna.Trial) -> bool:
-    """Whether an earlier trial that runs has the same program: two workers have asked at the same moment."""
+    """Whether another trial has the same program: two workers have asked at the same moment."""
     program = study._storage.get_trial(trial._trial_id).user_attrs.get(PROGRAM)
-    return program is not None and any(
-        one.number < trial.number and one.state == TrialState.RUNNING and one.user_attrs.get(PROGRAM) == program
-        for one in counted(study)
-    )
+    same = [one for one in counted(study) if one.user_attrs.get(PROGRAM) == program and one.number != trial.number]
+    return program is not None and any(one.state.is_finished() or one.number < trial.number for one in same)
 
 
 def _has_ended(machine: str, number: int, began: float) -> bool:
