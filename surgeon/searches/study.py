@@ -29,6 +29,8 @@ SETTINGS, METRICS = "settings", "objectives"  # attributes of the study
 WORKER = "worker"  # attribute of trials
 FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 COUNTED = (TrialState.WAITING, TrialState.RUNNING, *FINISHED)
+SECONDS_BETWEEN_ASKS = 0.01
+LONGEST_ASK = 2.0  # seconds
 SECONDS_BETWEEN_LOOKS = 0.3  # of a worker that waits for others
 SAME_START = 2.0  # seconds that two readings of a process' start may be apart
 
@@ -165,10 +167,21 @@ def _process() -> list[Any]:
 
 
 def _is_twin(study: optuna.Study, trial: optuna.Trial) -> bool:
-    """Whether another trial has the same program: two workers have asked at the same moment."""
+    """Whether another trial has the same program, and was there first: two workers have asked at the same moment."""
+    _ = trial.relative_params  # asks the sampler, which Optuna else does when the first parameter is wanted
     program = study._storage.get_trial(trial._trial_id).user_attrs.get(PROGRAM)
-    same = [one for one in counted(study) if one.user_attrs.get(PROGRAM) == program and one.number != trial.number]
-    return program is not None and any(one.state.is_finished() or one.number < trial.number for one in same)
+    if program is None:  # samplers of Optuna name none; what they say twice is not measured again
+        return False
+    until = time.monotonic() + LONGEST_ASK
+    while True:
+        others = [one for one in counted(study) if one.number != trial.number]
+        earlier = [one for one in others if one.number < trial.number and one.state == TrialState.RUNNING]
+        # Who asked before may not have been answered yet; a worker that was killed as it asked never will be.
+        if all(PROGRAM in one.user_attrs for one in earlier) or time.monotonic() >= until:
+            break
+        time.sleep(SECONDS_BETWEEN_ASKS)
+    finished = [one for one in others if one.state.is_finished()]
+    return any(one.user_attrs.get(PROGRAM) == program for one in (*earlier, *finished))
 
 
 def _has_ended(machine: str, number: int, began: float) -> bool:
