@@ -199,7 +199,15 @@ def heal_finalists(
         target = folder / FOLDER / hashlib.sha256(key.encode()).hexdigest()[:12]
         if not target.exists():  # a search that was killed heals what is missing
             print(f"search: healing trial {one.trial.number} into {target}", file=sys.stderr, flush=True)
-            heal(recipe_of(one.trial), data, target, settings=settings, window=window, separator=unseen.separator)
+            heal(
+                recipe_of(one.trial),
+                data,
+                target,
+                settings=settings,
+                window=window,
+                separator=unseen.separator,
+                eval_tokens=window,  # little: all are judged by the search's held-out text
+            )
         values = judge.values(load(target).float())
         nll = values["nll"]
         divergence = values["divergence"]
@@ -209,9 +217,16 @@ def heal_finalists(
     return HealedFinalists(before, compare(after[0], after[1:], before.original, before.by), how)
 
 
-def require_text_to_heal(model: Model, data: str, tokens: int, searched: Windows, unseen: Windows) -> None:
-    """Refuse text that candidates are chosen or judged by: a model is not judged by what it was trained on."""
-    text = load_windows(model.tokenizer, data, searched.ids.shape[1], tokens, searched.separator, at_most=True)
+def require_text_to_heal(model: Model, data: str, steps: int, batch: int, searched: Windows, unseen: Windows) -> None:
+    """Refuse text that finalists are chosen or judged by, since no model is judged by what it was trained on, or too little.
+
+    Raises:
+        ValueError: with the reason.
+    """
+    window = unseen.ids.shape[1]
+    tokens = (steps * batch + 1) * window  # `heal` holds one window out
+    text = load_windows(model.tokenizer, data, window, tokens, searched.separator, at_most=True)
+    TrainSettings(steps=steps, batch=batch).steps_on(len(text.ids) - 1)
     for other in (searched, unseen):
         if again := shared_windows(text, other):
             raise ValueError(

@@ -79,8 +79,7 @@ def join_search(model: str | Path | Model, options: Question, worker: int) -> Se
     heal = None
     if options.heal is not None and options.heal_data is not None and unseen is not None:
         heal = options.heal_data, options.heal, options.heal_batch
-        tokens = options.heal * options.heal_batch * unseen.ids.shape[1]
-        require_text_to_heal(subject.opened, options.heal_data, tokens, subject.windows, unseen)
+        require_text_to_heal(subject.opened, *heal, subject.windows, unseen)
     room = None if options.workers == 1 else int(KEPT_SHARE * free_bytes() / options.workers)
     evaluator = setup.evaluator(output, kept=room)
     tasks = _tasks(setup, output)

@@ -190,7 +190,8 @@ def test_text_to_heal_on_is_apart_and_long_enough(
     assert "heal on other text" in capsys.readouterr().err
     short.write_text(tiny_text.read_text()[:250][::-1])
     assert search(tiny_checkpoint, tiny_text, output, "--heal", "3", "--heal-data", str(short)) == 1
-    assert "give more text" in capsys.readouterr().err
+    assert "fewer than one batch of 8; give more text, or a smaller batch" in capsys.readouterr().err
+    assert not (output / "trials.csv").exists()
 
 
 def test_text_too_short_to_hold_some_out(

@@ -135,6 +135,9 @@ def test_a_full_disk_is_that_of_the_storage(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space") as raised, naming_storage(found):
         raise OSError(errno.ENOSPC, "No space left on device")
     assert raised.value.filename == str(tmp_path / "study.log")
+    assert explain(raised.value, "elsewhere").line.startswith(
+        f"error: no space left for {tmp_path}/study.log; free some"
+    )
 
 
 # What psycopg 3.3 raised, by what was wrong (scripts/search/test_postgres has the database itself).
