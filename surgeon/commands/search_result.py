@@ -218,7 +218,7 @@ def heal_finalists(
 
 
 def require_text_to_heal(model: Model, data: str, steps: int, batch: int, searched: Windows, unseen: Windows) -> None:
-    """Refuse text that finalists are chosen or judged by, since no model is judged by what it was trained on, or too little.
+    """Refuse too little text, and text that is searched or judged on: a model is not judged by what it was trained on.
 
     Raises:
         ValueError: with the reason.

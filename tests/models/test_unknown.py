@@ -25,7 +25,7 @@ def test_what_no_family_has_is_named() -> None:
     found = mechanisms(MambaConfig(num_hidden_layers=2, hidden_size=32).to_dict())
     assert "Mixer" in found["besides"]
     assert "mixer.conv1d" in found["modules"]
-    assert "no mlp." in found["modules"]
+    assert "no mlp.gate_proj" in found["modules"]
     assert "state_size 16" in found["entries"]
     assert "build_alibi_tensor" in mechanisms(BloomConfig(n_layer=2, hidden_size=32, n_head=4).to_dict())["besides"]
 

@@ -14,6 +14,7 @@ import pytest
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import OperationalError, ProgrammingError
 
+from surgeon.commands.failures import explain
 from surgeon.provenance import without_password
 from surgeon.searches import storage
 from surgeon.searches.storage import naming_storage, open_storage
@@ -135,9 +136,8 @@ def test_a_full_disk_is_that_of_the_storage(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space") as raised, naming_storage(found):
         raise OSError(errno.ENOSPC, "No space left on device")
     assert raised.value.filename == str(tmp_path / "study.log")
-    assert explain(raised.value, "elsewhere").line.startswith(
-        f"error: no space left for {tmp_path}/study.log; free some"
-    )
+    said = explain(raised.value, "elsewhere").line
+    assert said.startswith(f"error: no space left for {tmp_path}/study.log; free some space")
 
 
 # What psycopg 3.3 raised, by what was wrong (scripts/search/test_postgres has the database itself).

@@ -53,8 +53,8 @@ def nearest(model_type: str) -> Likeness | None:
         alike = [function for function in both if own[function] == theirs[function]]
         otherwise = [function for function in both if function not in alike]
         found.append(Likeness(family, alike, otherwise, [function for function in own if function not in theirs]))
-    # Of those alike, the plainest: the one of the fewest functions.
-    return max(found, key=lambda one: (one.share, -len(_functions(one.family.model_type))), default=None)
+    # Of those as near, one without experts, whose MLP tells more of what a model without them lacks.
+    return max(found, key=lambda one: (one.share, one.family.mixture is None), default=None)
 
 
 @cache
