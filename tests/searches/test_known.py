@@ -85,6 +85,17 @@ def test_a_search_finds_the_same_with_no_more(
     assert terms["pair 1:3"] == pytest.approx(cells[1], rel=1e-6)
 
 
+def test_a_search_finds_the_same_with_less(tiny_text: Path, tmp_path: Path) -> None:
+    model = save_checkpoint(tmp_path / "six", num_layers=6)
+    scan = surgeon.scan(model, tiny_text, tmp_path / "scan", operations=["lp"], **TEXT)
+    asked = ASKED | {"budget": "depth=4"}
+    alone = surgeon.search(model, tiny_text, tmp_path / "alone", **asked, **TEXT)
+    fed = surgeon.search(model, tiny_text, tmp_path / "fed", using=scan, **asked, **TEXT)
+    assert str(fed.program) == str(alone.program)
+    assert fed.winner.trial.measured.divergence == pytest.approx(alone.winner.trial.measured.divergence, rel=1e-5)
+    assert fed.record["sublayers_run"] < alone.record["sublayers_run"]
+
+
 def test_it_goes_on_with_the_same_passes_only(
     scanned: Any, tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
