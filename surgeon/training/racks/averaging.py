@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
-from surgeon.training.racks.exchange import Exchange
+from surgeon.training.racks.exchange import RackExchange
 from surgeon.training.sharding import set_whole, whole_of
 
 NEVER = "never"
@@ -52,7 +52,9 @@ class CodaAveraging(TrainerCallback):
         exchange: with the other racks.
     """
 
-    def __init__(self, parameters: Callable[[], Mapping[str, nn.Parameter]], every: int, exchange: Exchange) -> None:
+    def __init__(
+        self, parameters: Callable[[], Mapping[str, nn.Parameter]], every: int, exchange: RackExchange
+    ) -> None:
         self.parameters = parameters
         self.every = every
         self.exchange = exchange

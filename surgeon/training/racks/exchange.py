@@ -31,7 +31,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NO_MORE = -1  # in place of a kind
 
 
-class Exchange:
+class RackExchange:
     """What one rack sends and receives; of several processes that share a rack, each has to do with its own number.
 
     Where another process ends, everything here raises RuntimeError, as torch.distributed does.

@@ -42,7 +42,7 @@ from surgeon.training.arguments import share_of_batch
 from surgeon.training.checkpoints import beside_others
 from surgeon.training.held_out import HeldOutQuality
 from surgeon.training.racks.averaging import CodaAveraging, parse_averaging
-from surgeon.training.racks.exchange import PATIENCE, Exchange
+from surgeon.training.racks.exchange import PATIENCE, RackExchange
 from surgeon.training.racks.meeting import Address, agree, interface_to, open_store
 from surgeon.training.racks.model import RackModel, open_rack
 from surgeon.training.racks.pace import PacedLoss
@@ -57,7 +57,7 @@ from surgeon.training.run import TrainingTask
 class RackKeeper(TrainerCallback):
     """Keeps a rack's checkpoints in step with the others', so that there is one at every time that all have."""
 
-    def __init__(self, exchange: Exchange, log: RackLog) -> None:
+    def __init__(self, exchange: RackExchange, log: RackLog) -> None:
         self.exchange = exchange
         self.log = log
 
@@ -116,7 +116,7 @@ def run_rack(run: Path, index: int, meet: Address, is_held: bool = False) -> Non
         return
     log = RackLog(folder)
     ahead = plan.options.ahead * share_of_batch(plan.settings, plan.options.replicas)
-    exchange = Exchange(PrefixStore(str(replica), store), index, plan.racks, ahead, plan.options.link, log)
+    exchange = RackExchange(PrefixStore(str(replica), store), index, plan.racks, ahead, plan.options.link, log)
     PartialState(cpu=plan.device == "cpu", timeout=PATIENCE)
     rack = open_rack(start_file(run, index))
     texts = read_texts(run)
@@ -127,7 +127,7 @@ def run_rack(run: Path, index: int, meet: Address, is_held: bool = False) -> Non
 
 
 def _task(
-    exchange: Exchange, log: RackLog, run: Path, plan: RacksPlan, rack: RackModel, held_out: HeldOutQuality
+    exchange: RackExchange, log: RackLog, run: Path, plan: RacksPlan, rack: RackModel, held_out: HeldOutQuality
 ) -> TrainingTask:
     """What a rack is trained by: its streams from and to other processes, and the callbacks that go with them."""
     settings = plan.settings

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from surgeon.runtime.comm.link import Link
-from surgeon.training.racks.exchange import Exchange
+from surgeon.training.racks.exchange import RackExchange
 from surgeon.training.racks.items import ItemKey, ItemKind
 from surgeon.training.racks.rack_log import RackLog
 
@@ -28,13 +28,13 @@ def together(racks: int, work: Callable[[int], Any]) -> list[Any]:
 
 
 @contextmanager
-def connected(folder: Path, racks: int, ahead: int = 4, link: Link | None = None) -> Iterator[list[Exchange]]:
+def connected(folder: Path, racks: int, ahead: int = 4, link: Link | None = None) -> Iterator[list[RackExchange]]:
     """The racks' exchanges, which have to end together."""
     store = HashStore()
     folders = [folder / str(rack) for rack in range(racks)]
     for each in folders:
         each.mkdir(parents=True)
-    found = together(racks, lambda rack: Exchange(store, rack, racks, ahead, link, RackLog(folders[rack])))
+    found = together(racks, lambda rack: RackExchange(store, rack, racks, ahead, link, RackLog(folders[rack])))
     yield found
     together(racks, lambda rack: found[rack].finish())
 
