@@ -36,8 +36,8 @@ def calibrate(
 ) -> Hardware:
     """Measure this machine at a model's shapes, and write a hardware file with intervals.
 
-    Times, on real ranks, matrix products of the model's sizes by rows, collectives by size and ranks, and whole passes of
-    the unedited model. Nothing else should run meanwhile. Figures are medians over the rounds; the intervals are the
+    Times, on real ranks, matrix products of the model's sizes by rows, collectives by size and ranks, and whole passes
+    of the unedited model. Nothing else should run meanwhile. Figures are medians over the rounds; the intervals are the
     least and the largest.
 
     The file is for this machine and for models of about these shapes: what caches hold, and which part of its peak a
