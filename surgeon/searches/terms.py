@@ -201,7 +201,7 @@ class TermsPlan:
 
 @torch.inference_mode()
 def measure_terms(evaluator: Evaluator, plan: TermsPlan) -> Terms:
-    """The terms of edits."""
+    """Measure the terms of edits."""
     ids = evaluator.windows.ids
     head = evaluator.head
     count = len(plan.programs)
