@@ -250,7 +250,7 @@ def test_of_those_that_cost_the_same_the_closest_comes_first() -> None:
     first, second, third, *_, last = searching.question.mixture.edits
     keys = [str(searching.question.mixture.program((edit, last))) for edit in (first, second, third)]
     trials = [
-        Trial(number, Proposal(key, "window", ()), replace(evaluator.measured(divergence), perplexity=20.0, nll=()))
+        Trial(number, Proposal(key, "window", ()), replace(evaluator.measured(divergence), perplexity=20.0))
         for number, (key, divergence) in enumerate(zip(keys, (0.3, 0.1, 0.2), strict=True))
     ]
     assert [each.number for each in ranked(searching.question, trials)] == [1, 2, 0]
