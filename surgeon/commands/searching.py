@@ -114,7 +114,8 @@ def join_search(model: str | Path | Model, options: Question, worker: int) -> Se
     )
     if known.passes:
         record["using"] = known.record(setup.mixture, trials)
-    record["sublayers_run"], record["work"] = round(work.alone + work.together, 1), work.to_json()
+    record["sublayers_run"] = round(work.alone + work.together, 1)
+    record["work"] = work.to_json()
     if tasks is not None:
         trials = tasks.of_the_best(trials)
         tables["trials"] = trials_table(question, trials)

@@ -37,8 +37,14 @@ FIRST = 3  # of the first round, for each goal: one of every kind
 FIRST_OF_ALL = 30  # of the first round, for all goals, where they are many
 MIXTURE = "mixture"
 DIGITS = 9  # of what was measured: further ones may depend on what it was measured together with
-PROGRAM, EDITS, SOURCE, LEVEL = "program", "edits", "source", "level"  # attributes of trials
-MEASURED, SUBLAYERS = "measured", "sublayers"  # the same, when they are told
+# Attributes of trials.
+PROGRAM = "program"
+EDITS = "edits"
+SOURCE = "source"
+LEVEL = "level"
+# The same, when they are told.
+MEASURED = "measured"
+SUBLAYERS = "sublayers"
 _WORST = 100.0  # of a constraint
 _WORST_COST = 1e30  # as Optuna's tools can show it
 _OUTSIDE = 1e6  # what a sampler without constraints is told of programs outside the budget, beside how far

@@ -30,8 +30,12 @@ KINDS = "postgresql://user@host/database, sqlite:///file or journal:file"
 JOURNAL_BEGINS = b'{"op_code":'
 TRIES = 20  # of opening a database that another worker is just setting up
 SECONDS_LOCKED = 60.0  # that a SQLite file may be busy before it counts as away
-ANSWER, SILENCE = 10, 30  # seconds to wait for a connection, and for a server that says nothing any more
-HEARTBEAT, GRACE = 15, 90  # seconds between two signs of life of a worker, and without any until its trial is lost
+# Seconds to wait for a connection, and for a server that says nothing any more.
+ANSWER = 10
+SILENCE = 30
+# Seconds between two signs of life of a worker, and without any until its trial is lost.
+HEARTBEAT = 15
+GRACE = 90
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,9 @@ from surgeon.searches.search import PROGRAM
 from surgeon.searches.storage import Say, StudyStorage, say_aside
 from surgeon.threads import threads_per_rank
 
-SETTINGS, METRICS = "settings", "objectives"  # attributes of the study
+# Attributes of the study.
+SETTINGS = "settings"
+METRICS = "objectives"
 WORKER = "worker"  # attribute of trials
 FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 COUNTED = (TrialState.WAITING, TrialState.RUNNING, *FINISHED)
@@ -212,7 +214,9 @@ def _fail_lost(study: optuna.Study, me: list[Any]) -> None:
 
 FOLDER = "workers"  # in the output folder: what they say
 GIVEN = "SURGEON_WORKER"  # of a worker's environment, which others cannot read: addresses may have passwords
-SECONDS_TO_END, SECONDS_TO_STOP = 20.0, 10.0  # when all is done; when they are told to stop
+# When all is done; when they are told to stop.
+SECONDS_TO_END = 20.0
+SECONDS_TO_STOP = 10.0
 
 
 class WorkerProcesses:
