@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.layers import Attention, FeedForward
 from surgeon.runtime.model.mixture import MixtureOfExperts
 from surgeon.runtime.model.paged_cache import PagedCache
-from surgeon.runtime.model.program import RankMachine, WorkAhead
+from surgeon.runtime.model.program import RankMachine, RankProgram, WorkAhead
 from surgeon.runtime.model.rank_model import Results
 from surgeon.runtime.plan.placement import Group, Part
 from surgeon.runtime.plan.specification import Plan
@@ -147,14 +148,19 @@ class DissectedEngine(RankEngine):
         super().__init__(plan, collectives, device)
         self.watch = watch = Stopwatch(device)
         self.passes_seen: list[PassParts] = []
-        for sublayer in self.sublayers.values():
+        model = self.model
+        model.machine = partial(_dissected, watch)
+        model.watcher = self._replayed
+        # All tokens go through all nodes, so that sublayers of a kind take the same time.
+        model.attended = len(model.program.nodes), len(model.work)
+        for sublayer in model.sublayers.values():
             kind = "A" if isinstance(sublayer, Attention) else "F"
             for what, attribute in ((NORM, "norm"), *PRODUCTS[type(sublayer)].items()):
                 setattr(sublayer, attribute, watch.wrap(f"{what} {kind}", getattr(sublayer, attribute)))
-        vocabulary: Any = self.vocabulary
+        vocabulary: Any = model.vocabulary
         for name, method in ((EMBEDDING, "embed"), (HEAD, "logits"), (BEST, "best")):
             setattr(vocabulary, method, watch.wrap(name, getattr(vocabulary, method)))
-        self.ends.final_norm = watch.wrap(NORM, self.ends.final_norm)  # type: ignore[assignment]
+        model.ends.final_norm = watch.wrap(NORM, model.ends.final_norm)  # type: ignore[assignment]
 
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
         """One forward pass, which extends the cache."""
@@ -162,42 +168,31 @@ class DissectedEngine(RankEngine):
         results = super().step(rows, cache)
         ended = self._since or time.perf_counter()
         cached = sum(row.start for row in rows) / len(rows)
-        decode = self.counts is self.figures.decode
+        decode = self.model.counts is self.figures.decode
         self.passes_seen.append(PassParts(decode, cached, ended - began, self.watch.take()))
         return results
 
-    def stream_after(
-        self,
-        stream: Tensor,
-        shared: Pass,
-        first: int = 0,
-        end: int | None = None,
-        places: list[int] | None = None,
-    ) -> Tensor:
-        """As an engine does it, but all tokens go through all nodes, so that sublayers of a kind take the same time."""
-        whole = super().stream_after(stream, shared, first, end)
-        if places is None:
-            return whole
-        return whole[places]
-
-    def replayed(self, spans: Sequence[tuple[Any, float, float]]) -> None:
+    def _replayed(self, spans: Sequence[tuple[Any, float, float]]) -> None:
         """Count what a recorded pass has computed; it takes no time to time it."""
         for name, began, ended in spans:
             self.watch.add(name, ended - began + self.watch.own)
 
-    def machine(self, shared: Pass, group: Group, work: WorkAhead) -> RankMachine:
-        """What runs steps on a group of ranks."""
-        attend = self.watch.wrap(ATTENDING, shared.attend)
-        raw = shared.attend_raw
-        timed = replace(shared, attend=attend, attend_raw=raw and self.watch.wrap(ATTENDING, raw))
-        return _DissectedMachine(self, timed, group, work, self.watch)
+
+def _dissected(
+    watch: Stopwatch, program: RankProgram, shared: Pass, group: Group, work: WorkAhead
+) -> _DissectedMachine:
+    """What runs steps on a group of ranks."""
+    attend = watch.wrap(ATTENDING, shared.attend)
+    raw = shared.attend_raw
+    timed = replace(shared, attend=attend, attend_raw=raw and watch.wrap(ATTENDING, raw))
+    return _DissectedMachine(program, timed, group, work, watch)
 
 
 class _DissectedMachine(RankMachine):
     """One pass on one rank, whose sublayers and collectives are timed."""
 
-    def __init__(self, engine: RankEngine, shared: Pass, group: Group, work: WorkAhead, watch: Stopwatch) -> None:
-        super().__init__(engine, shared, group, work)
+    def __init__(self, program: RankProgram, shared: Pass, group: Group, work: WorkAhead, watch: Stopwatch) -> None:
+        super().__init__(program, shared, group, work)
         output = super()._output
         self._by_kind = {kind: watch.wrap(f"{SUBLAYER} {kind}", output) for kind in "AF"}
         self._start = watch.wrap(STARTING, super().reduce)

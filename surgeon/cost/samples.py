@@ -19,7 +19,7 @@ from surgeon.cost.dissect import PassParts, load_dissected, run_dissected
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.runtime.comm.collectives import Alone, Counts
-from surgeon.runtime.model.cuda_graphs import CudaRecorder
+from surgeon.runtime.kernels.recording import CudaRecorder
 from surgeon.runtime.model.linear import Linear, LowRank
 from surgeon.runtime.model.low_rank import Gathered, Sharing
 from surgeon.runtime.plan.specification import Plan

@@ -38,8 +38,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from surgeon.server.answers import chat, complete
 from surgeon.server.bodies import ChatBody, CompletionBody
 from surgeon.server.errors import RETRY_SOON, ApiError, explain
-from surgeon.server.gate import MOST_BYTES, counted, guarded, too_large, with_browsers
-from surgeon.server.state import ServerState
+from surgeon.server.state import MOST_BYTES, ServerState, counted, guarded, too_large, with_browsers
 from surgeon.version import __version__
 from surgeon.words import plural
 
