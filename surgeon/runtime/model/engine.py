@@ -167,14 +167,10 @@ class RankEngine:
         assert self.drafter is not None, "tokens are drafted by a program"
         with self._counted(self.figures.drafting, rows):
             self.drafter.model.counts = self.figures.drafting
-            return self.drafter._way(rows).step(rows, self._lent_to_drafter(cache))
-
-    def _lent_to_drafter(self, cache: PagedCache) -> PagedCache:
-        """What a cache is for the drafter: always the same one, whose address its ways hold."""
-        if cache not in self._lent:
-            assert self.plan.draft is not None
-            self._lent[cache] = cache.lent(self.plan.draft.slots[self.model.rank], self._drafts_own())
-        return self._lent[cache]
+            if cache not in self._lent:
+                assert self.plan.draft is not None
+                self._lent[cache] = cache.lent(self.plan.draft.slots[self.model.rank], self._drafts_own())
+            return self.drafter._way(rows).step(rows, self._lent[cache])
 
     def _drafts_own(self) -> tuple[int, ...]:
         """Which of the drafter's attentions have slots of their own."""
@@ -246,6 +242,8 @@ def ways_through(model: RankModel) -> tuple[Way, ...]:
     if plan.is_static(device.type):
         decode.append(StaticDecode(model, model.graphs))
     kernels = kernels_for(model.vocabulary.like)
-    if kernels is not None and model.is_recordable and plan.decoding == "auto":
+    # Nothing that ranks send has to be waited for in Python either.
+    recordable = model.by_kernels and all(one.recordable for one in model.groups.values())
+    if kernels is not None and recordable and plan.decoding == "auto":
         decode.append(RecordedDecode(model, kernels))
     return *decode, DynamicPasses(model)

@@ -120,11 +120,6 @@ class RankModel(RankProgram):
         programs = (self,) if self.coda is None else (self, self.coda)
         return all(made.by_kernels for program in programs for made in program.sublayers.values())
 
-    @property
-    def is_recordable(self) -> bool:
-        """Whether passes can be recorded: nothing that ranks send has to be waited for in Python either."""
-        return self.by_kernels and all(one.recordable for one in self.groups.values())
-
     @contextmanager
     def groups_recorded(self, recording: Recording) -> Iterator[None]:
         with super().groups_recorded(recording):
@@ -230,16 +225,6 @@ class RankModel(RankProgram):
         else:
             likeliest = []
         return likeliest, self.whole_logits(own if len(full) == len(wanted) else own[full]) if full else None
-
-    def check_collectives(self) -> None:
-        """See that sums in recorded passes have waited for nobody in vain.
-
-        Raises:
-            TimeoutError: if they have.
-        """
-        for collectives in self.groups.values():
-            if (failure := collectives.failure()) is not None:
-                raise failure
 
 
 class RankCoda(RankProgram):

@@ -144,7 +144,9 @@ class RecordedDecode(Way):
         if known is None or not known.inputs.load(rows, angles):
             return self._recorded(rows, cache, PassInputs(rows, angles), passes)
         times = known.replay(bool(known.spans))
-        model.check_collectives()
+        for collectives in model.groups.values():
+            if (failure := collectives.failure()) is not None:
+                raise failure
         if times and model.watcher is not None:
             model.watcher([(what, times[first], times[end]) for what, first, end in known.spans])
         phase.add(known.sent)
