@@ -169,7 +169,6 @@ class Service(AbstractContextManager["Service"]):
 
     @property
     def pids(self) -> list[int]:
-        """The process ids of the ranks."""
         return self._ranks.pids
 
     def submit(self, prompt: Sequence[int], sampling: Sampling | None = None) -> Stream:

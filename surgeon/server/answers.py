@@ -262,7 +262,6 @@ class Choices:
 
     @property
     def open(self) -> bool:
-        """Whether there is more to come."""
         return bool(self._open)
 
     async def next(self) -> list[tuple[int, Event]]:

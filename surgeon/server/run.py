@@ -268,7 +268,6 @@ class Quiet(logging.Filter):
         self._held: dict[str, int] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether to write it."""
         line = record.getMessage().partition("\n")[0]
         defect = record.exc_info and not line.startswith("socket.accept()")  # which clients can cause
         if defect or line.startswith("Exception in ASGI"):
@@ -357,7 +356,6 @@ class _Server(uvicorn.Server):
         self.announce()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called for every SIGTERM and SIGINT."""
         del frame
         if sig == signal.SIGTERM and not self.state.draining:
             self.state.draining = True

@@ -94,7 +94,6 @@ class Meters:
         return Histogram(f"surgeon_{name}_seconds", f"{text} In seconds.", buckets=buckets, registry=self.registry)
 
     def answered(self, path: str, status: int) -> None:
-        """Count an HTTP request."""
         self._requests.labels(path, str(status)).inc()
 
     def began(self, queue_seconds: float, seconds: float) -> None:

@@ -46,7 +46,6 @@ class Counts:
         return self.all_reduces, self.all_gathers, self.bytes
 
     def copy(self) -> Counts:
-        """The counts as they are now."""
         return Counts(*self._each())
 
 

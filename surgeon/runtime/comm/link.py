@@ -76,7 +76,6 @@ class SystemClock:
     """The machine's clock."""
 
     def now(self) -> float:
-        """Seconds since some moment."""
         return time.perf_counter()
 
     def wait_until(self, when: float) -> None:

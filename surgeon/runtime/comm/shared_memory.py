@@ -134,7 +134,6 @@ class SharedMemoryCollectives(Collectives):
         return True
 
     def recorded(self, recording: Recording) -> Collectives:
-        """The same ranks while a pass is recorded."""
         return RecordedExchanges(self, recording)
 
     def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:

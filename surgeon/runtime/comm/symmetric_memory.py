@@ -245,7 +245,6 @@ def _holds_everywhere(inner: TorchCollectives, device: torch.device, here: bool)
 
 
 def _sums(inner: TorchCollectives, device: torch.device, numbers: list[list[float]]) -> list[list[float]]:
-    """Of all ranks' numbers."""
     total: list[list[float]] = inner.all_reduce(torch.tensor(numbers, device=device), Counts(), True)().tolist()
     return total
 

@@ -26,7 +26,6 @@ class DynamicPasses(Way):
         self.model = model
 
     def fits(self, rows: Sequence[Row]) -> bool:  # noqa: ARG002 - whatever they are
-        """Always."""
         return True
 
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
@@ -78,7 +77,6 @@ class HalvedPasses(DynamicPasses):
     """Computes any pass that has two halves."""
 
     def fits(self, rows: Sequence[Row]) -> bool:
-        """Whether there are two halves of it."""
         return halves_of(rows) is not None
 
     def stream(self, rows: Sequence[Row], cache: PagedCache, places: list[int] | None = None) -> Tensor:

@@ -117,12 +117,10 @@ class PagedCache:
 
     @property
     def tokens(self) -> int:
-        """How many it has places for."""
         return self.stored.shape[2]
 
     @property
     def nbytes(self) -> int:
-        """Memory of all slots."""
         return self.stored.nbytes + sum(slot.nbytes for slot in self.low_rank.values())
 
     def lent(self, slots: Sequence[int], own: Sequence[int] = ()) -> PagedCache:

@@ -213,7 +213,6 @@ class Plan:
 
     @property
     def dtype_bytes(self) -> int:
-        """The size of one number."""
         bits = re.search(r"\d+", self.dtype)
         assert bits is not None, f"{self.dtype} is no dtype of floating-point numbers"
         return int(bits[0]) // 8

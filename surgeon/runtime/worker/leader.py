@@ -225,11 +225,9 @@ class Leader:
         return chosen
 
     def progress(self, outputs: list[Output]) -> Progress:
-        """What the starting process is told."""
         return Progress.of(outputs, self.scheduler, self.engine.figures)
 
     def report(self, message: Report) -> None:
-        """Have all other ranks send an account."""
         self._sender.send(message)
 
     def end(self) -> None:

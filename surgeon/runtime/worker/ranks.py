@@ -239,7 +239,6 @@ class Ranks(AbstractContextManager["Ranks"]):
 
     @property
     def pids(self) -> list[int]:
-        """The process ids, by rank."""
         return [process.pid for process in self._processes]
 
     def call(
