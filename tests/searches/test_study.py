@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import optuna
 import psutil
@@ -39,7 +40,7 @@ def opened(address: str, folder: Path, settings: str = "a"):  # type: ignore[no-
     return searching, study
 
 
-def work(address: str, folder: Path, seconds: float, left: int) -> None:
+def work(address: str, folder: Path, seconds: float, together: Any, left: int) -> None:
     """What a worker's process runs; it is killed as it begins its trial number `left`, from 1 on."""
     searching, study = opened(address, folder)
     begun = 0
@@ -52,13 +53,15 @@ def work(address: str, folder: Path, seconds: float, left: int) -> None:
         time.sleep(seconds)
         return searching.objective(trial)
 
+    together.wait()
     run_trials(study, slowly, TRIALS, None, lambda _: None)
 
 
 def ended(address: str, folder: Path, *lefts: int, seconds: float = 0.0) -> list[int | None]:
     """What workers end with that begin together."""
     context = multiprocessing.get_context("fork")  # which need not import all of it anew
-    workers = [context.Process(target=work, args=(address, folder, seconds, left)) for left in lefts]
+    together = context.Barrier(len(lefts))
+    workers = [context.Process(target=work, args=(address, folder, seconds, together, left)) for left in lefts]
     for one in workers:
         one.start()
     for one in workers:
@@ -84,7 +87,7 @@ def test_killed_and_begun_again_one_worker_ends_with_the_same_trials(address: st
 
 
 def test_several_workers_of_which_one_is_killed_lose_nothing(address: str, tmp_path: Path) -> None:
-    assert ended(address, tmp_path, 3, 0, 0, seconds=0.05) == [-signal.SIGKILL, 0, 0]
+    assert ended(address, tmp_path, 2, 0, 0, seconds=0.1) == [-signal.SIGKILL, 0, 0]
     found = rows(address, tmp_path)
     assert len(found) == TRIALS == len({key for _, key, _ in found})
     _, study = opened(address, tmp_path)
@@ -138,6 +141,7 @@ def test_no_more_are_begun_when_the_time_is_over_but_for_the_first(tmp_path: Pat
 CODE = """
 import os, sys, time
 from pathlib import Path
+from typing import Any
 from surgeon.searches.study import given_to_worker
 index, given = given_to_worker()
 folder, what = Path(given["folder"]), given["what"]
@@ -152,6 +156,7 @@ COMMAND = ["-c", CODE, "a"]
 ORPHAN = """
 import sys, time
 from pathlib import Path
+from typing import Any
 from surgeon.searches import workers
 with workers.WorkerProcesses(2, ["-c", Path(sys.argv[2]).read_text(), sys.argv[1]], {}, Path(sys.argv[1])):
     time.sleep(60)
@@ -159,6 +164,7 @@ with workers.WorkerProcesses(2, ["-c", Path(sys.argv[2]).read_text(), sys.argv[1
 CHILD = """
 import sys, time
 from pathlib import Path
+from typing import Any
 from surgeon.searches.study import interruptible
 try:
     with interruptible(1):
