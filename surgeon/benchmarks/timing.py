@@ -62,7 +62,6 @@ class TimedCollectives(Collectives):
 
     @property
     def exact(self) -> Collectives:
-        """The same ranks, but nothing that is sent loses precision."""
         return TimedCollectives(self.inner.exact, self.recorder)
 
     @property
@@ -74,11 +73,9 @@ class TimedCollectives(Collectives):
         return self.inner.recordable
 
     def recorded(self, recording: Recording) -> Collectives:
-        """The same ranks while a pass is recorded."""
         return TimedCollectives(self.inner.recorded(recording), self.recorder)
 
     def failure(self) -> TimeoutError | None:
-        """Whom sums in recorded passes have waited for in vain, if for anybody."""
         return self.inner.failure()
 
     def all_reduce(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:  # noqa: ARG002
@@ -161,7 +158,6 @@ class TimedEngine(RankEngine):
             self.forget_cache()
 
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
-        """One forward pass, which extends the cache; as of a `RankEngine`."""
         began = self._since or now()
         self.recorder.figures = figures = self.figures
         before = {
@@ -178,11 +174,9 @@ class TimedEngine(RankEngine):
         return results
 
     def replayed(self, spans: Sequence[tuple[Any, float, float]]) -> None:
-        """Note the steps and exchanges of a recorded pass."""
         self.recorder.replayed(spans)
 
     def machine(self, shared: Pass, group: Group, work: WorkAhead) -> RankMachine:
-        """What runs steps on a group of ranks."""
         return TimedMachine(self, shared, group, work)
 
 

@@ -168,7 +168,6 @@ class PacedEngine(RankEngine):
     seconds: list[float]
 
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
-        """One forward pass, which extends the cache."""
         before = self.figures.decode.seconds
         results = super().step(rows, cache)
         if self.figures.decode.seconds > before:
