@@ -27,8 +27,7 @@ from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.plan.memory import footprint
 from surgeon.runtime.plan.specification import Plan, Ways
 from surgeon.runtime.worker.options import RankOptions
-from surgeon.runtime.worker.rank_process import RankFailed
-from surgeon.runtime.worker.ranks import Ranks
+from surgeon.runtime.worker.ranks import RankFailed, Ranks
 from surgeon.runtime.worker.worker import forget_cache, unload
 
 UPPER = "upper"  # the system whose ranks do not wait for each other

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -36,14 +37,13 @@ from surgeon.processes.files import whole_file
 from surgeon.runtime.batching.request import Request, UndefinedLogits
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.sequence import Row
-from surgeon.runtime.comm.collectives import Collectives, Counts, Unconnected
+from surgeon.runtime.comm.collectives import Around, Collectives, Counts, Unconnected
 from surgeon.runtime.comm.link import EmulatedLink, Link
-from surgeon.runtime.kernels.recording import Recording, spanned
+from surgeon.runtime.kernels.recording import GraphRecorder, T, spanned
 from surgeon.runtime.model.attending import Pass
-from surgeon.runtime.model.cuda_graphs import GraphRecorder, T
 from surgeon.runtime.model.engine import Figures, RankEngine, ways_through
 from surgeon.runtime.model.paged_cache import PagedCache
-from surgeon.runtime.model.program import RankMachine, WorkAhead
+from surgeon.runtime.model.program import RankMachine, RankProgram, WorkAhead
 from surgeon.runtime.model.rank_model import Results
 from surgeon.runtime.plan.mixtures import ExpertTimes
 from surgeon.runtime.plan.placement import Group
@@ -52,31 +52,15 @@ from surgeon.runtime.worker.rank import Rank
 from surgeon.runtime.worker.worker import complete, keep
 
 
-class TimedCollectives(Collectives):
+class TimedCollectives(Around):
     """Other collectives, whose every call is noted."""
 
     def __init__(self, inner: Collectives, recorder: PassRecorder) -> None:
-        super().__init__(inner.rank, inner.group)
-        self.inner = inner
+        super().__init__(inner)
         self.recorder = recorder
 
-    @property
-    def exact(self) -> Collectives:
-        return TimedCollectives(self.inner.exact, self.recorder)
-
-    @property
-    def capturable(self) -> bool:
-        return self.inner.capturable
-
-    @property
-    def recordable(self) -> bool:
-        return self.inner.recordable
-
-    def recorded(self, recording: Recording) -> Collectives:
-        return TimedCollectives(self.inner.recorded(recording), self.recorder)
-
-    def failure(self) -> TimeoutError | None:
-        return self.inner.failure()
+    def around(self, inner: Collectives) -> Collectives:
+        return TimedCollectives(inner, self.recorder)
 
     def all_reduce(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:  # noqa: ARG002
         """Start summing a tensor over the group; waiting on the result gives the sum. Waiting is timed apart always."""
@@ -128,15 +112,6 @@ class TimedCollectives(Collectives):
 
         return timed_wait
 
-    def _connect(self, group: Group) -> Collectives:
-        return TimedCollectives(self.inner.subgroup(group), self.recorder)
-
-    def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
-        return self.inner._all_reduce(tensor)
-
-    def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
-        return self.inner._all_gather(tensor)
-
 
 class TimedEngine(RankEngine):
     """A rank's engine that notes where its passes' time goes."""
@@ -146,15 +121,18 @@ class TimedEngine(RankEngine):
         self.recorder = PassRecorder(Figures(), DeviceClock.of(rank.device) if on_gpu else HostClock(), not on_gpu)
         timed = TimedCollectives(collectives, self.recorder)
         super().__init__(plan, timed, rank.device, rank.engines.values())
-        if self.graphs is not None:
-            self.graphs = watched(self.graphs, self.recorder)
-            self.ways = ways_through(self)
+        model = self.model
+        model.machine = partial(TimedMachine, self.recorder)
+        model.watcher = self.recorder.replayed
+        if model.graphs is not None:
+            model.graphs = watched(model.graphs, self.recorder)
+            self.ways = ways_through(model)
 
     def mark(self, marking: bool) -> None:
         """Say whether passes are marked where that takes time; with marks and without they are recorded anew."""
         if self.recorder.clock.deferred and marking != self.recorder.marking:
             self.recorder.marking = marking
-            self.ways = ways_through(self)
+            self.ways = ways_through(self.model)
             self.forget_cache()
 
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
@@ -167,25 +145,21 @@ class TimedEngine(RankEngine):
         if self.recorder.marking:
             self.recorder.clock.begin()
         results = super().step(rows, cache)
-        decode = self.counts is figures.decode
-        phase = self.counts
+        phase = self.model.counts
+        decode = phase is figures.decode
         sent = [after - then for after, then in zip((phase.layers, phase.vocabulary), before[decode], strict=True)]
         self.recorder.close(decode, sum(len(row.tokens) for row in rows), began, self._since or now(), sent)
         return results
-
-    def replayed(self, spans: Sequence[tuple[Any, float, float]]) -> None:
-        self.recorder.replayed(spans)
-
-    def machine(self, shared: Pass, group: Group, work: WorkAhead) -> RankMachine:
-        return TimedMachine(self, shared, group, work)
 
 
 class TimedMachine(RankMachine):
     """One pass on one rank, whose every step is noted."""
 
-    def __init__(self, engine: TimedEngine, shared: Pass, group: Group, work: WorkAhead) -> None:
-        super().__init__(engine, shared, group, work)
-        self.recorder = engine.recorder
+    def __init__(
+        self, recorder: PassRecorder, program: RankProgram, shared: Pass, group: Group, work: WorkAhead
+    ) -> None:
+        super().__init__(program, shared, group, work)
+        self.recorder = recorder
 
     def compute(self, step: Step, stream: Tensor) -> Partial:
         recorder = self.recorder
@@ -220,7 +194,7 @@ def watched(graphs: GraphRecorder, recorder: PassRecorder) -> GraphRecorder:
 
         def again() -> T:
             recorder.computations, recorder.exchanges = noted
-            found = replay()
+            found: T = replay()
             if recorder.marking:
                 recorder.clock.mark()  # now all of it is launched
             return found
@@ -247,7 +221,7 @@ def load_timed(
             collectives = EmulatedLink(collectives, link)
     engine = TimedEngine(plan, rank, collectives)
     keep(rank, name, engine)
-    return engine.expert_times
+    return engine.model.expert_times
 
 
 def run_timed(

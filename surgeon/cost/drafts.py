@@ -20,7 +20,7 @@ from surgeon.cost.predict import Prediction, mean_decode, predict
 from surgeon.cost.sweep import MS, SweepCell, explain_memory
 from surgeon.cost.work import Forward
 from surgeon.cost.workload import Workload
-from surgeon.findings.drafts import DRAFT_COLUMNS
+from surgeon.findings.prediction import DRAFT_COLUMNS
 from surgeon.language.program import Program
 from surgeon.memory import show_size
 from surgeon.models.shapes import ModelShapes

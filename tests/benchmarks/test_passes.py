@@ -140,7 +140,7 @@ def test_every_replay_notes_the_marks_of_its_recording(checkpoint: Path) -> None
 
     recorder = engine.recorder
     recorder.clock, recorder.events = device.clock, True
-    engine.graphs = watched(graphs, recorder)
+    engine.model.graphs = watched(graphs, recorder)
     engine.mark(False)
     engine.mark(True)
     cache = engine.new_cache(4)

@@ -201,7 +201,7 @@ def test_what_cannot_be_recorded_is_tried_once(
 ) -> None:
     made, (engine, dynamic) = recordings(monkeypatch), pair
     for one in (engine, dynamic):
-        for sublayer in one.sublayers.values():
+        for sublayer in one.model.sublayers.values():
             if isinstance(sublayer, FeedForward):
                 monkeypatch.setattr(sublayer, "down", lambda x, own=sublayer.down: own(x).exp().log())
     found = []
@@ -219,7 +219,7 @@ def test_one_size_that_cannot_be_recorded_leaves_the_others(
 ) -> None:
     """As where the sum of a large batch does not fit into what ranks share."""
     made, (engine, _) = recordings(monkeypatch), pair
-    for sublayer in engine.sublayers.values():
+    for sublayer in engine.model.sublayers.values():
         if isinstance(sublayer, FeedForward):
             monkeypatch.setattr(sublayer, "down", lambda x, own=sublayer.down: own(x) if len(x) < 2 else own(x).exp())
     cache = engine.new_cache(BLOCKS)
@@ -260,7 +260,7 @@ def test_what_is_computed_again_keeps_its_weights(pair: tuple[RankEngine, RankEn
     for engine in pair:
         x, linear = torch.randn(1, 64), Linear([torch.randn(64, 64)], [None])
         with torch.inference_mode():
-            again = engine._repeatable(linear, x, linear.by_kernels)
+            again = engine.model._repeatable(linear, x, linear.by_kernels)
         there = weakref.ref(linear)
         del linear
         gc.collect()
