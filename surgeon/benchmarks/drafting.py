@@ -105,7 +105,6 @@ class MeasuredDrafts:
 
     @classmethod
     def of(cls, plain: Sequence[DecodedTexts], drafted: Sequence[DecodedTexts]) -> MeasuredDrafts:
-        """Of the runs of each round."""
         ratios = [own.rate / one.rate for own, one in zip(drafted, plain, strict=True)]
         tried, right, new = (sum(getattr(one, name) for one in drafted) for name in ("drafted", "accepted", "new"))
         accepted = right / tried if tried else float("nan")

@@ -80,7 +80,6 @@ class DeviceClock(HostClock):
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceClock:
-        """That of a GPU; making it needs none."""
         return cls(lambda: torch.cuda.Event(enable_timing=True, external=True), lambda: torch.cuda.synchronize(device))
 
     def begin(self) -> None:
@@ -89,18 +88,15 @@ class DeviceClock(HostClock):
         self._began = now()
 
     def mark(self) -> Mark:
-        """An event behind all that was launched."""
         event = self._make()
         event.record()
         self.launched = now()
         return event
 
     def end(self) -> None:
-        """Wait for the device."""
         self._wait()
 
     def read(self, mark: Mark) -> float:
-        """When the device came to it."""
         return self._began + float(self._first.elapsed_time(mark)) / 1e3
 
 
@@ -123,7 +119,6 @@ class Computation:
 
     @property
     def seconds(self) -> float:
-        """That it computed."""
         return self.ended - self.began - self.waited
 
 
@@ -153,7 +148,6 @@ class Exchange:
 
     @property
     def seconds(self) -> float:
-        """What it has kept this rank from computing."""
         return self.started - self.began + self.ended - self.waited
 
     def read(self, read: Callable[[Mark], float]) -> Exchange:
@@ -195,7 +189,6 @@ class PassTiming:
 
     @property
     def seconds(self) -> float:
-        """From beginning to end."""
         return self.ended - self.began
 
 
@@ -262,7 +255,6 @@ class PassRecorder:
         self.drop()
 
     def _read(self) -> None:
-        """Make seconds of marks."""
         if self.marking and self.clock.deferred:
             self.clock.end()
             read = self.clock.read

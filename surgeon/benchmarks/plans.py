@@ -31,7 +31,6 @@ class Needs:
     ways: Ways = field(default_factory=Ways)
 
     def plan(self, model: str | Path | Model, program: Program | str | None = None, halves: HalvesMode = "off") -> Plan:
-        """A checkpoint's plan, as `make_plan` makes it."""
         text = None
         if program is not None:
             text = str(program)

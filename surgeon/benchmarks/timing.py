@@ -136,7 +136,6 @@ class TimedEngine(RankEngine):
             self.forget_cache()
 
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
-        """One forward pass, which extends the cache; as of a `RankEngine`."""
         began = self._since or now()
         self.recorder.figures = figures = self.figures
         before = {

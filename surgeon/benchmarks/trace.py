@@ -120,7 +120,7 @@ def explain(what: Step | str) -> str:
 
 
 def arrivals(rank: int, everybody: Sequence[PassTiming], wires: Wires) -> list[float]:
-    """When what each exchange of a rank brings was there, which may be long before the rank came back for it."""
+    """Seconds at which each exchange's result was there, perhaps long before the rank came back for it."""
     own = everybody[rank].exchanges
     places = _places(own)
     by_place = [dict(zip(_places(one.exchanges), one.exchanges, strict=True)) for one in everybody]

@@ -153,7 +153,6 @@ def _uncollected() -> Iterator[None]:
 
 @cache
 def _built(commands: typer.Typer) -> Any:
-    """What typer makes of all commands, once in a process."""
     return typer.main.get_command(commands)
 
 

@@ -98,13 +98,11 @@ class Capabilities:
     draft: str | Path | None = None
 
     def verdicts(self, areas: Sequence[str] = AREAS) -> Iterator[Verdict]:
-        """All of them, area by area."""
         for area in areas:
             for what, ask in self.questions(area):
                 yield answer(area, what, ask)
 
     def questions(self, area: str) -> Iterator[Question]:
-        """What can be asked in an area."""
         questions = {
             "load": self.loading,
             "scan": self.measuring,
@@ -117,7 +115,6 @@ class Capabilities:
         return questions[area]()
 
     def loading(self) -> Iterator[Question]:
-        """The model as it is, and what lies beside it."""
         for where in ("cpu", "cuda"):
             dtype = str(self.model.compute_dtype(where)).removeprefix("torch.")
             yield {"cpu": "CPU", "cuda": "GPU"}[where], partial(lambda *said: said, dtype, self.model.bytes_on(where))
@@ -133,7 +130,7 @@ class Capabilities:
 
     @cached_property
     def kinds(self) -> list[str]:
-        """What each layer has that others may not: entries of lists in the configuration, and the shapes of weights."""
+        """The kind of each layer: its entries of lists in the configuration, and the shapes of its weights."""
         model = self.model
         family = self.model.family
         lists = per_layer_lists(family, model.config, model.checkpoint.config).values()
@@ -144,13 +141,12 @@ class Capabilities:
 
     @cached_property
     def map_names(self) -> list[str]:
-        """Of the maps of a scan, without those of mixtures where the model is none."""
         is_mixture = self.model.family.mixture is not None
         return [name for name, heatmap in HEATMAPS.items() if is_mixture or not callable(heatmap.values)]
 
     @cached_property
     def maps(self) -> dict[str, list[Example] | ValueError]:
-        """Of each map of a scan the shortest stretches that differ in their layers; or why it has none."""
+        """By map of a scan, the shortest stretches that differ in their layers; or why it has none."""
         found: dict[str, list[Example] | ValueError] = {}
         model = self.model
         for name in self.map_names:
@@ -174,7 +170,6 @@ class Capabilities:
         return found
 
     def measuring(self) -> Iterator[Question]:
-        """Maps of a scan, and passes over the unedited model."""
         tokens = TOKENS_AT_ONCE["cpu"]
         said = f"on a CPU, {tokens:,} tokens at a time"
         yield "in memory", lambda: (said, self.model.bytes_on("cpu") + working_bytes(self.skeleton, self._plan, tokens))
@@ -212,7 +207,6 @@ class Capabilities:
     # What changes it.
 
     def searching(self) -> Iterator[Question]:
-        """Spaces of a search."""
         for name, space in SPACES.items():
             if self.model.family.mixture is not None or not space.of_mixtures:
                 yield name, partial(self._space, name)
@@ -233,7 +227,7 @@ class Capabilities:
 
     @cached_property
     def unexportable(self) -> Exception | None:
-        """Why the model cannot be exported; None if it can."""
+        """The reason why the model cannot be exported; None if it can."""
         try:
             check_exportable(self.model)
         except (ValueError, OSError) as refusal:
@@ -274,7 +268,6 @@ class Capabilities:
         return make_plan(self.model, ranks, tokens, program, dtype=self.dtype)
 
     def _shared(self, ranks: int) -> Said:
-        """What the rank holds that holds the most."""
         plan = self._plan_on(ranks)
         sizes = footprint(plan, self.model.weights)
         blocks = sizes.blocks(1, plan.max_tokens, PASS_TOKENS["cuda"])
@@ -284,7 +277,6 @@ class Capabilities:
         return f"{said}, {self.dtype}, on each", weights + cache
 
     def _drafted(self, ranks: int) -> str:
-        """Nothing, if the draft runs beside the model."""
         with_draft(self._plan_on(ranks), self.model, draft_program(self.model, self.draft) or "")
         return ""
 
@@ -302,7 +294,6 @@ class Capabilities:
         return self._planned(ranks, program(ranks))
 
     def on_vllm(self) -> Iterator[Question]:
-        """How vLLM runs what maps are exported as."""
         if self.unexportable is not None:
             return iter([("all programs", partial(_refuse, self.unexportable))])
         return ((name, partial(self._over, name, self._served)) for name in self.map_names)
@@ -340,7 +331,7 @@ class Capabilities:
 
     @property
     def _packed(self) -> int:
-        """How much less quantised matrices take under adapters, where they stay as they are stored."""
+        """Bytes that quantised matrices save under adapters, where they stay as they are stored."""
         checkpoint = self.model.checkpoint
         flat = {name: one.shape for name, one in checkpoint.quantised.items() if len(one.shape) == 2}
         return sum(BYTES * math.prod(shape) - checkpoint.num_bytes(name) for name, shape in flat.items())
@@ -365,12 +356,12 @@ class Capabilities:
 
 
 def _for_several(name: str) -> bool:
-    """Whether a variant has a slice for each of several ranks."""
+    """Tell whether a variant has a slice for each of several ranks."""
     return VARIANTS[name].ranks is not None or VARIANTS[name].over is not None
 
 
 def answer(area: str, what: str, ask: Callable[[], Said]) -> Verdict:
-    """What becomes of one thing, in the words of the code that does it, or that refuses it."""
+    """Ask one question; the answer is in the words of the code that does it, or that refuses it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what there is to know of things that work
@@ -440,7 +431,7 @@ def with_shapes(model: str | Path | Model) -> Model:
 
 
 def facts_of(model: Model) -> dict[str, str]:
-    """What the model is, by label."""
+    """Describe a model, by label."""
     shapes = model.shapes
     stored = str(model.dtype).removeprefix("torch.")
     rope = model.family.rope(model.config) if model.family.rotary else None
@@ -467,7 +458,6 @@ def facts_of(model: Model) -> dict[str, str]:
 
 
 def _quantised(said: Any) -> str:
-    """How weights are stored, and what becomes of them."""
     try:
         schemes = dict.fromkeys(rule.scheme.description for rule in rules_of(said))
     except ValueError as refusal:

@@ -121,7 +121,7 @@ def command(
 
 
 def line_of(function: Callable[..., Any]) -> Callable[..., int | None]:
-    """What typer reads as the command line of a command."""
+    """Make the command line of a command, for typer."""
     line: Callable[..., int | None] = vars(function).get("line", function)
     return line
 
@@ -286,7 +286,7 @@ def _read_as(one: CommandParameter) -> tuple[Any, bool]:
 
 
 def _values(splits: bool, counts: bool) -> Callable[..., list[Any] | None]:
-    """What makes the values of a list of what the command line has."""
+    """Make the values of a list of what the command line has."""
 
     def read(param: typer.CallbackParam, values: list[Any] | None) -> list[Any] | None:
         if not values or not splits:

@@ -46,7 +46,6 @@ class Effort:
 
     @property
     def text(self) -> str:
-        """As options."""
         return f"--data demo --tokens {self.tokens}" + ("" if self.window is None else f" --window {self.window}")
 
 
@@ -128,7 +127,6 @@ class DemoSteps:
         print(output / "heatmaps.png")
 
     def search(self, depth: int) -> Path:
-        """The recipe that was found."""
         from surgeon.commands.search import search
 
         output = self.folder / "search"
@@ -145,7 +143,6 @@ class DemoSteps:
         return output / "recipe.yaml"
 
     def export(self, purpose: str, recipe: Path, name: str) -> Path:
-        """The checkpoint."""
         from surgeon.commands.export import export
 
         output = self.folder / name
@@ -180,7 +177,6 @@ class DemoSteps:
         _print_table(contenders, measured, _speeds(contenders, self.effort))
 
     def page(self, *runs: str) -> ReportPage:
-        """The page, of these folders."""
         from surgeon.commands.report import report
 
         return report([self.folder / run for run in runs], self.folder / "report.html")
@@ -200,7 +196,6 @@ def _quoted(path: Path) -> str:
 
 
 def _measure(contenders: list[Contender], effort: Effort) -> list[Quality]:
-    """Perplexity and divergence of each, on the text that the scan and the search were measured on."""
     from surgeon.analysis.subject import open_subject
     from surgeon.opened import open_edited
     from surgeon.searches.evaluate import Evaluator

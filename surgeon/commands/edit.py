@@ -107,7 +107,6 @@ def edit(
 
 
 def _to_run(program: Program | Recipe | str | Path | None, operations: Mapping[str, Applied]) -> Program | Recipe:
-    """What is given to be run, read."""
     if (program is None) == (not operations):
         raise ValueError('say what is to be run, either by a program or a recipe or by operations, as in pair="1:7"')
     if operations:
@@ -122,7 +121,6 @@ def _to_run(program: Program | Recipe | str | Path | None, operations: Mapping[s
 
 
 def _applied(operations: Mapping[str, Applied]) -> Any:
-    """Operations given as keywords, as a recipe lists them."""
     entries = []
     for name, given in operations.items():
         entry = dict(given) if isinstance(given, Mapping) else {"layers": given}
@@ -136,7 +134,6 @@ def _applied(operations: Mapping[str, Applied]) -> Any:
 
 
 def _as_text(operation: str, layers: Any) -> str:
-    """A range of layers as a recipe has it."""
     if isinstance(layers, str):
         return layers
     if not isinstance(layers, range):

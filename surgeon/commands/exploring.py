@@ -167,7 +167,6 @@ class Exploring:
 
     @property
     def spent(self) -> float:
-        """Seconds."""
         return self.before + time.monotonic() - self.begun
 
     @property
@@ -282,7 +281,7 @@ class Exploring:
         return max(reversed(found), key=lambda one: len(one.cells), default=None)
 
     def _last(self, kind: type[Found]) -> Found | None:
-        """What the last round has that came to the end of a pass."""
+        """Read a pass of the last round in which it came to its end."""
         done = [one for one in self.record["done"] if one.endswith(f"/{kind.COMMAND}")]
         return kind.read(self.folder / done[-1], self.model.hash) if done else None
 
@@ -295,7 +294,7 @@ class Exploring:
         return None
 
     def _predict(self, here: Hardware | None, has_knee: bool, left_out: dict[str, str]) -> list[Predictions]:
-        """What the model and the program at the knee would cost on this machine, and on what was asked for."""
+        """Predict the model and the program at the knee on this machine, and on what was asked for."""
         machines = self.machines if here is None else [here, *self.machines]
         knee = [self.folder / KNEE] if has_knee else []
         predicted = []
@@ -417,7 +416,6 @@ class Exploring:
 
 
 def _sizes(found: RunResult) -> str:
-    """The text that a pass was on."""
     return f"--tokens {found.record['tokens']} --window {found.record['window']}"
 
 

@@ -48,7 +48,7 @@ class Exported:
 
     @classmethod
     def of(cls, folder: Path, proof: Proof) -> Exported:
-        """What an exported checkpoint says of itself."""
+        """Read what an exported checkpoint says of itself."""
         from surgeon.checkpoint.load import open_stored
         from surgeon.language.program import Program
 
@@ -234,7 +234,6 @@ def export(
 def _export_loaded(
     model: Any, target: Path, form: str, dtype: str | None, overwrite: bool, adapter: bool, more: dict[str, Any]
 ) -> Exported:
-    """Write a model in memory, its adapter apart if that is asked for."""
     from surgeon.exports.adapters import BASE, export_with_adapter
     from surgeon.exports.in_memory import export as export_loaded
 

@@ -89,7 +89,7 @@ def explain_interruption(command: str, output: str | None = None) -> Failure:
 
 
 def _disk_of(place: str | None) -> str:
-    """Which disk a file lies on, or would lie on; nothing for what is no file, and where there is only one."""
+    """Name the disk a file lies on, or would lie on; nothing for what is no file, and where there is only one."""
     if place is None or "://" in place:
         return ""
     path = Path(place).absolute()

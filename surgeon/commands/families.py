@@ -58,7 +58,6 @@ def families(
 
 
 def _examples(model_type: str, name: str) -> Iterator[Model]:
-    """Models of an architecture, without weights."""
     from transformers import CONFIG_MAPPING
     from transformers.utils import logging
 

@@ -103,7 +103,6 @@ class Generation:
         return "\n".join(hanging(line[:_KEY], line[_KEY:]) for line in lines)
 
     def _pipeline(self) -> list[str]:
-        """Which nodes each rank had, and what was in flight."""
         plan = self.plan
         usages = [text.usage for text in self.texts]
         spans = ", ".join(f"{begin}:{end}" for begin, end in pairwise((0, *plan.stretches)))
@@ -116,7 +115,7 @@ class Generation:
         ]
 
     def _drafts(self) -> list[str]:
-        """How many drafted tokens were right, and what a token takes then."""
+        """Lines of drafted tokens that were right, and of what a token takes then."""
         usages = [text.usage for text in self.texts]
         first = self.figures[0]
         drafted = sum(usage.drafted for usage in usages)
@@ -134,7 +133,6 @@ class Generation:
         ]
 
     def _collectives(self, program: Program) -> list[str]:
-        """Those of a pass, beside the program's own count."""
         unit = "token" if len(self.texts) == 1 else "pass"
         compression = self.ranks.compression
         layers = _PerPass(self.figures, lambda phase: phase.layers)
@@ -179,7 +177,6 @@ class _PerPass:
 
     @property
     def words(self) -> str:
-        """What is called in one pass."""
         kinds = {"all-reduce": self.counts.all_reduces, "all-gather": self.counts.all_gathers}
         calls = {kind: count / self.passes for kind, count in kinds.items() if count}
         words = [f"{each:g} {kind}{'' if each == 1 else 's'}" for kind, each in calls.items()]

@@ -124,7 +124,6 @@ def settings_of(
 def _distillation(
     what: str | None, temperature: float, text_weight: float, teacher_top: int | None
 ) -> Distillation | None:
-    """What is learned from the original."""
     from surgeon.training.distill.distiller import Distillation
 
     if what is not None:

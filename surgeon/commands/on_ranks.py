@@ -35,7 +35,7 @@ def stored_model(
 
 
 def has_weights_of_its_model(edited: EditedModel) -> bool:
-    """Whether all that an edited model computes with follows from the matrices of its model."""
+    """Tell whether all that an edited model computes with follows from the matrices of its model."""
     return edited.factors is None and (edited.recipe is None or plan_factors(edited.recipe, edited.model).is_of_weights)
 
 

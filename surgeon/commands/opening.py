@@ -29,7 +29,7 @@ def as_range(layers: range | str | None) -> range | None:
 
 
 def as_list(given: str | float | Path | Program | Sequence[Any]) -> list[str]:
-    """What may be given as one, or as several, as texts."""
+    """List as texts what may be given as one, or as several."""
     if isinstance(given, str | float | Path | Program):
         return [str(given)]
     return [str(one) for one in given]

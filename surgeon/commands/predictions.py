@@ -105,7 +105,7 @@ class PredictionInputs:
 
 
 def heading_of(hardware: Hardware, cells: Sequence[SweepCell]) -> str:
-    """What all predictions have in common."""
+    """Head predictions with what they have in common."""
     deployments = [cell.deployment for cell in cells]
     loads = [cell.workload for cell in cells]
     common = deployments[0]
@@ -124,7 +124,7 @@ def heading_of(hardware: Hardware, cells: Sequence[SweepCell]) -> str:
 
 
 def experts_of(cells: Sequence[SweepCell]) -> list[str]:
-    """How ranks share the experts of each program, where that was open."""
+    """List how ranks share the experts of each program, where that was open."""
     lines = {
         (cell.candidate.name, cell.deployment.ranks): cell.prediction.experts.line("a pass")
         for cell in cells
@@ -134,7 +134,7 @@ def experts_of(cells: Sequence[SweepCell]) -> list[str]:
 
 
 def record_of(name: str, hardware: Hardware, cells: Sequence[SweepCell], said: dict[str, Any]) -> dict[str, Any]:
-    """What is to be known of predictions beside their table."""
+    """Record what is to be known of predictions beside their table."""
     programs = {
         cell.candidate.name: {"program": cell.prediction.plan.program, "model": cell.candidate.model.label}
         for cell in reversed(cells)

@@ -73,7 +73,7 @@ def show(
 
 
 def facts(found: Surgery) -> Iterator[tuple[str, str]]:
-    """What there is to say, by label."""
+    """Facts of a model or checkpoint, by label."""
     from surgeon.checkpoint.companions import companions_in, left_behind
     from surgeon.checkpoint.sizes import size_lines
     from surgeon.findings.program import outline_text
@@ -152,7 +152,6 @@ def _value(value: Any) -> str:
 
 
 def _parameters(found: Surgery) -> Iterator[str]:
-    """How many are left, if that is another number than before."""
     shapes = found.stored.family.layer_shapes(found.stored.config)
     program = found.program
     left = program.parameters(shapes)

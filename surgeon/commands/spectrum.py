@@ -155,7 +155,7 @@ def spectrum(
 
 
 def _share(model: Model, keep: float | None, budget: str | None, allocation: Allocation, damage: bool) -> Share | None:
-    """What matrices may cost in all, and how that is shared out; None where no ranks are asked for."""
+    """Budget of all matrices, and how it is shared out; None where no ranks are asked for."""
     from surgeon.analysis.factors.rank_recipe import RankBudget, Share, parse_budget
 
     if keep is None and budget is None:

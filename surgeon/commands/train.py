@@ -146,7 +146,7 @@ def train(
 
 
 def _story_of(blueprint: Blueprint, texts: TrainTexts, found: TrainedModel) -> dict[str, Any]:
-    """What is to be known of a run whatever becomes of its model, as JSON values."""
+    """Record of a run, whatever becomes of its model, as JSON values."""
     from surgeon.named import public
 
     settings = blueprint.config.settings

@@ -146,7 +146,6 @@ class Choice:
 
     @property
     def speedup(self) -> float:
-        """Of the winner."""
         return self.by_program.get(self.winner, 1.0)
 
 
@@ -183,7 +182,7 @@ def choices(cells: Sequence[SweepCell], link: str, metric: Metric) -> Iterator[C
 
 
 def seconds(prediction: Prediction, metric: Metric) -> float:
-    """What is to be short: of a further token, of the first one, or of all texts' tokens."""
+    """Seconds of a further token, of the first one, or of each of all texts' tokens."""
     return {"token": prediction.per_token, "first": prediction.first_token, "rate": 1 / prediction.rate}[metric]
 
 
@@ -207,7 +206,6 @@ class Extent:
     best: float
 
     def __str__(self) -> str:
-        """The batches at which it pays."""
         if self.never:
             return "never"
         if self.starts is None:

@@ -89,7 +89,6 @@ class MachineCalibration:
         return self.rounds * (exchanges + len(self.plans))
 
     def measure(self, advance: Callable[[float], None]) -> dict[int, list[Round]]:
-        """Everything, by number of ranks."""
         return {
             ranks: measure_ranks(plan, self.shapes, self.device, self.ways, self.rounds, self.typical, advance)
             for ranks, plan in sorted(self.plans.items())
@@ -156,7 +155,7 @@ class RankFigures:
 
 
 def fit(calibration: MachineCalibration, ranks: int, one: Round) -> RankFigures:
-    """What a round's times say, as the cost model counts."""
+    """Fit the cost model's figures to a round's times."""
     plan = calibration.plans[ranks]
     matrices = matrices_of(plan, calibration.shapes)
     launching = len(matrices) * one.launches["product"]
@@ -242,7 +241,7 @@ def _share_out(
 
 
 def _beyond(seconds: float, others: float) -> float:
-    """What is left of a time without others that are in it; never nothing, because of what disturbs measuring."""
+    """Take times off one that they are in; something is left, because of what disturbs measuring."""
     return max(seconds - others, LEAST * seconds)
 
 

@@ -66,7 +66,6 @@ class Transfer:
 
     @property
     def seconds(self) -> float:
-        """That it takes between ranks which begin together."""
         return self.writing + max(self.shared + self.reading, self.line + self.delay)
 
 
@@ -90,13 +89,13 @@ class Costs(Protocol):
         return
 
     def items(self, rank: int, step: Step) -> Sequence[Burst | Swap]:
-        """What a rank computes of a step, and exchanges in between."""
+        """Bursts that a rank computes of a step, and exchanges in between."""
 
     def part(self, node: Step | Fork, group: Group) -> Tensor:
         """Something of the shape and dtype that a group reduces of a node."""
 
     def finish(self, step: Step, group: Group) -> Burst | None:
-        """What each rank of a group makes of a step's sum before it is added."""
+        """Burst in which each rank of a group makes something of a step's sum before it is added."""
 
     def transfers(self, part: Tensor, group: Group) -> Sequence[Transfer]:
         """The reduction of a part, as each rank of a group sees it; nothing where ranks do not wait for each other."""

@@ -79,7 +79,6 @@ class Wiring:
         )
 
     def _seconds(self, operation: Operation, size: int, nodes: int, local: int) -> Seconds:
-        """How long it takes among so many nodes, with so many ranks on each."""
         if nodes == 1:
             assert self.within is not None
             return best(self.within, operation, size, local)

@@ -110,7 +110,7 @@ class DraftPrices:
 
     @cached_property
     def model(self) -> Prediction:
-        """What the program that verifies costs by itself."""
+        """Price of the program that verifies, by itself."""
         return predict(self.shapes, self.program, self.hardware, self.workload, self.deployment)
 
     def plan(self, draft: Program) -> Plan:

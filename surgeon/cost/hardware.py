@@ -53,11 +53,9 @@ class Figure:
 
     @classmethod
     def constant(cls, value: float) -> Figure:
-        """The same number everywhere."""
         return cls(((1.0, value),))
 
     def times(self, factor: float) -> Figure:
-        """The same with every number so many times as large."""
         return Figure(tuple((size, factor * number) for size, number in self.points))
 
     def at(self, size: float) -> float:
@@ -212,14 +210,12 @@ class Host(_Entries):
     launches: Mapping[Name, Time] = field(default_factory=dict)
 
     def launching(self, name: str, nature: str, rows: float) -> float:
-        """Seconds of launching one kernel of that name and nature."""
         figure = self.launches.get(name) or self.launches.get(nature)
         if figure is None:
             return self.launch
         return figure.at(rows)
 
     def slower(self, times: float) -> Host:
-        """A host that takes so many times as long for everything."""
         return replace(
             self,
             launch=times * self.launch,
@@ -325,7 +321,7 @@ class Hardware(_Entries):
         return self.sharing[most].among(most, together)
 
     def dtype(self, stored: str) -> str:
-        """What a model is computed in: as its weights are stored, but float32 where kernels are launched one by one."""
+        """The dtype to compute in: as weights are stored, but float32 where kernels are launched one by one."""
         if self.host.asynchronous:
             return stored
         return "float32"

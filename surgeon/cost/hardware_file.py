@@ -83,7 +83,7 @@ def write_hardware(hardware: Hardware) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What a file has in place of a dataclass's dictionary: figures as numbers or tables, nothing empty but links."""
+    """Entries of a file for a dataclass's dictionary: figures as numbers or tables, nothing empty but links."""
     if isinstance(value, dict):
         if set(value) == {"points"}:
             points = value["points"]
@@ -129,7 +129,6 @@ _MESSAGES = {
 
 
 def _is_figure(document: Any, keys: list[str]) -> bool:
-    """Whether a number stands at the end of these keys and indices."""
     for key in keys:
         if isinstance(document, list):
             if key.isdecimal() and int(key) < len(document):

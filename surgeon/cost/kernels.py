@@ -53,7 +53,7 @@ class Numbers:
         return Kernel(name, "product", 2.0 * rows * outputs * inputs, float(self.size * moved), rows)
 
     def copy(self, name: str, numbers: float, launches: int = 1) -> Kernel:
-        """What reads and writes so many numbers, together."""
+        """A kernel that reads and writes so many numbers, together."""
         return Kernel(name, "copy", 0.0, self.size * numbers, launches=launches)
 
 
@@ -86,7 +86,7 @@ class RankSpeed:
         return cls(hardware.device.peak(dtype), hardware.device.bandwidth, own.shares, own.host)
 
     def seconds(self, kernel: Kernel) -> float:
-        """How long a kernel runs, without its launch."""
+        """Seconds that a kernel runs, without its launch."""
         flops = self.shares.flops
         bandwidth = self.shares.bandwidth
         if kernel.nature == "attention":

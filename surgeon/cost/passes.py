@@ -84,7 +84,6 @@ class PredictedRanks:
         self._ways: dict[tuple[object, ...], bool] = {}
 
     def wiring(self, graphs: bool) -> Wiring:
-        """What connects them in passes that are captured graphs, or others."""
         hardware = self.hardware
         deployment = self.deployment
         if min(self.plan.ranks, self.node) > 1:
@@ -98,7 +97,7 @@ class PredictedRanks:
         return Wiring(within, across, self.node, self.speed.host, deployment.emulated, graphs)
 
     def gathers(self, part: Part) -> bool:
-        """Whether first factors are shared out: as the deployment says, or as is faster for one token."""
+        """Tell whether first factors are shared out: as the deployment says, or as is faster for one token."""
         if self.plan.low_rank != "auto":
             return self.plan.low_rank == "gather"
         key = replace(part.sublayer, layers=(0,)), part.sharers
@@ -122,7 +121,6 @@ class PredictedRanks:
         return self._forward(forward, halves, graphs=False)
 
     def _forward(self, forward: Forward, parts: Sequence[Forward], graphs: bool) -> PassCost:
-        """The same, given what takes turns in the program."""
         ends, *costs = (PassCosts(self, one, graphs, self.gathers) for one in (forward, *parts))
         start = self.speed.host.forward.at(forward.texts)
         clocks = [RankClock(now=start, host=start, launches=start) for _ in range(self.plan.ranks)]
@@ -252,7 +250,7 @@ class PassCosts(Costs):
         return max(clock.now, clock.host)
 
     def _end(self, clocks: Sequence[RankClock], kernels: Sequence[Kernel], operation: Operation, size: int) -> None:
-        """What every rank computes at an end of the program, and a collective of all, exact and hidden by nothing."""
+        """Spend what ranks compute at an end of the program, and a collective of all, exact and hidden by nothing."""
         for clock in clocks:
             clock.spend(self._burst(kernels))
         if self.connected and len(clocks) > 1:
@@ -281,11 +279,9 @@ class PassCosts(Costs):
         return burst(kernels, self.ranks.speed, self.graphs)
 
     def _operand(self, width: int) -> Tensor:
-        """Something to be sent, without values."""
         return torch.empty(self.forward.tokens, width, dtype=getattr(torch, self.plan.dtype), device="meta")
 
     def _transfer(self, operation: Operation, part: Tensor, group: Group, counts: Counts) -> Transfer:
-        """A collective of a rank's part, as it is sent."""
         compress = self.ranks.deployment.compress
         if compress is None or operation == "all-gather":
             return self._exact(operation, part.nbytes, group, counts)
@@ -304,6 +300,6 @@ class PassCosts(Costs):
         return self.wires.transfer(operation, size, group)
 
     def _whole(self, step: Step, group: Group) -> bool:
-        """Whether each rank of a group computes whole sublayers of a step."""
+        """Tell whether each rank of a group computes whole sublayers of a step."""
         alone = len(group) == 1 or not self.plan.sliced
         return alone and all(part == step.sublayers[index] for index, part in step_parts(step, 0, len(group)))

@@ -91,14 +91,14 @@ def plan_on_paper(
 
 
 def divides(shapes: ModelShapes, program: Program, ranks: int) -> bool:
-    """Whether heads and neurons divide among so many ranks."""
+    """Tell whether heads and neurons divide among so many ranks."""
     mixtures = mixtures_of(shapes)
     units = shared_units(shapes.units, shapes.latent)
     return why_not(different(program, units, mixtures), units, ranks, mixtures) is None
 
 
 def mixtures_of(shapes: ModelShapes) -> Mixtures:
-    """Which layers are mixtures of experts, by the configuration alone; ranks share them as is cheaper."""
+    """Layers that are mixtures of experts, by the configuration alone; ranks share them as is cheaper."""
 
     def size(layer: int) -> MixtureSize | None:
         own = shapes.layer_shapes.of(Sublayer(FEED_FORWARD, (layer,)))

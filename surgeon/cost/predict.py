@@ -49,12 +49,10 @@ class Prediction:
 
     @property
     def total(self) -> float:
-        """Seconds until all tokens are there."""
         return self.first_token + (self.per_token * (self.workload.new - 1) if self.decode else 0.0)
 
     @property
     def rate(self) -> float:
-        """New tokens per second, of all texts."""
         return self.workload.batch * self.workload.new / self.total
 
     @property

@@ -82,8 +82,9 @@ def merged(rounds: Sequence[Round], typical: Typical) -> Round:
 
 
 def short_plan(plan: Plan) -> Plan:
-    """The plan of the first layers alone."""
-    nodes = Program.parse(plan.program).nodes[: SHORT_LAYERS * plan.family.steps_per_layer]
+    """The plan of the first layers alone: of half of them where there are few."""
+    layers = max(1, min(SHORT_LAYERS, plan.layers // 2))
+    nodes = Program.parse(plan.program).nodes[: layers * plan.family.steps_per_layer]
     return replace(plan, program=str(Program(nodes)))
 
 
@@ -168,7 +169,6 @@ class PacedEngine(RankEngine):
     seconds: list[float]
 
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
-        """One forward pass, which extends the cache."""
         before = self.figures.decode.seconds
         results = super().step(rows, cache)
         if self.figures.decode.seconds > before:

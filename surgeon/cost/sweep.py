@@ -105,7 +105,7 @@ def cell(candidate: Candidate, hardware: Hardware, deployment: Deployment, workl
 
 
 def explain_memory(cell: SweepCell, hardware: Hardware) -> str:
-    """What a prediction that does not fit needs, and what would do: fewer texts, or more ranks."""
+    """Say what a prediction that does not fit needs, and what would do: fewer texts, or more ranks."""
     prediction = cell.prediction
     workload = cell.workload
     assert prediction is not None

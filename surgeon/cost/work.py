@@ -106,7 +106,7 @@ class Forward:
 
     @property
     def ending(self) -> Forward:
-        """What there is of it behind the last attention."""
+        """The part of it behind the last attention."""
         asked = self.new if self.asked is None else self.asked
         return Forward(self.texts, asked, self.before + self.new - asked)
 
@@ -193,14 +193,12 @@ class RankWork:
 
     @property
     def numbers(self) -> Numbers:
-        """How long a number is."""
         return Numbers(self.plan.dtype_bytes)
 
     def items(self, work: Work, forward: Forward) -> list[Item]:
         return [item for part in work.parts for item in self.part(work, part, forward)]
 
     def part(self, work: Work, part: Part, forward: Forward) -> list[Item]:
-        """Of a sublayer of a step."""
         sublayer = computed_of(self.plan, work, part)
         maps = _Maps(self, part, sublayer, work, forward.tokens)
         stream = forward.tokens * self.plan.hidden
@@ -338,7 +336,7 @@ class RankWork:
         return sum(self._summed_apart(node).values()) or self.plan.hidden
 
     def finish(self, step: Step, forward: Forward) -> list[Kernel]:
-        """What every rank computes of the sum of a step that they have slices of."""
+        """Kernels on the sum of a step that ranks have slices of."""
         found = []
         in_rank_space = self.in_rank_space(step)
         for index, width in self._summed_apart(step).items():
@@ -380,7 +378,7 @@ class _Maps:
 
     @property
     def is_slice(self) -> bool:
-        """Whether other ranks have other heads or neurons of the sublayer."""
+        """Tell whether other ranks have other heads or neurons of the sublayer."""
         return self._members > 1 and not self._based
 
     @property
@@ -415,7 +413,6 @@ class _Maps:
             yield self._joined(roles)
 
     def _joined(self, roles: list[str]) -> Kernel:
-        """What factors give, side by side."""
         outputs = sum(self._shape(role)[0] for role in roles)
         return self.rank_work.numbers.copy("join", 2 * self.tokens * outputs)
 
@@ -433,7 +430,6 @@ class _Maps:
                 yield self.product(f"{role} second", self._shape(role)[0], self.sublayer.rank(role) or 0)
 
     def writing(self, role: str) -> Iterable[Item]:
-        """The projection to the stream."""
         outputs, inputs = self._shape(role)
         rank = self.sublayer.rank(role)
         if rank is None:
@@ -453,7 +449,6 @@ class _Maps:
         return self.rank_work.shapes.matrix(self.sublayer, role).shape
 
     def product(self, name: str, outputs: int, inputs: int) -> Kernel:
-        """A matrix (outputs, inputs) times the pass's tokens."""
         return self.rank_work.numbers.product(name, self.tokens, outputs, inputs)
 
 

@@ -38,7 +38,6 @@ class Workload:
 
     @property
     def length(self) -> int:
-        """Tokens of a prompt and its output together."""
         return self.prompt + self.new
 
     def requests(self, vocabulary: int) -> list[Request]:
