@@ -16,8 +16,8 @@ from typing import Any
 import pandas as pd
 import torch
 
-from surgeon.analysis import screen
 from surgeon.analysis.cells import SCANNED
+from surgeon.analysis.scan import rounds as rounds_of
 from surgeon.commands.calibrate import calibrate
 from surgeon.commands.check import RANKS, check
 from surgeon.commands.next_steps import NextSteps
@@ -203,7 +203,7 @@ class Exploring:
         text |= {"separator": self.record["separator"], "memory": self.record["memory"]}
         size = f"{one.tokens:,} tokens"
         if self.maps:
-            screened = len(screen.rounds(one.tokens // one.window)) > 1
+            screened = len(rounds_of(one.tokens // one.window)) > 1
             if one.every == 1:
                 grid = "every stretch"
             else:

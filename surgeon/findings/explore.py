@@ -65,7 +65,6 @@ class Exploration(RunResult):
 
     @property
     def minutes(self) -> float:
-        """That it was given."""
         return float(self.record["minutes"])
 
     @property
@@ -75,7 +74,6 @@ class Exploration(RunResult):
 
     @property
     def left_out(self) -> Sequence[str]:
-        """What was not done, and why."""
         return [str(line) for line in self.record.get("left_out", ())]
 
     @property
@@ -88,7 +86,6 @@ class Exploration(RunResult):
 
     @property
     def next_steps(self) -> Sequence[NextStep]:
-        """What is worth doing next, in order."""
         return [NextStep(**one) for one in self.record.get("next", ())]
 
     @property
@@ -96,7 +93,6 @@ class Exploration(RunResult):
         return f"{self.label}, explored in {clock(self.spent)} of {self.minutes:g} minutes"
 
     def __str__(self) -> str:
-        """At most 80 columns, but for commands, which are whole."""
         lines = [self.heading, ""]
         rows = [*zip(self.steps["step"], self.steps["did"], strict=True), *(("left out", one) for one in self.left_out)]
         if self.slowed:
