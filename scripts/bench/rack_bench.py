@@ -185,8 +185,8 @@ def figures_of_racks(cell: Cell, folder: Path) -> Figures:
     wanted = MEASURED * BATCH * sum(paces)
     return Figures(
         MEASURED * BATCH * WINDOW / (last.ended - last.begun),
-        sum(each.sent("forward") for each in runs) / steps,
-        sum(each.sent("backward") for each in runs) / steps,
+        sum(each.sent() for each in runs) / steps,
+        0.0,
         tuple(each.idle for each in runs),
         max(int(each.traffic["peak"]) for each in runs),
         sum(each.computed for each in runs) / wanted - 1 if wanted else 0.0,

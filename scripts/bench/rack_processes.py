@@ -83,7 +83,6 @@ class RackRun:
             if row["what"] == "compute" and self.begun <= row["start"] < self.ended
         )
 
-    def sent(self, direction: str) -> int:
-        """Bytes of training's own messages one way: streams forward, and what asks for them backward."""
-        kind = "training" if direction == "forward" else "control"
-        return int(self.traffic["sent"][direction].get(kind, {"bytes": 0})["bytes"])
+    def sent(self) -> int:
+        """Bytes of the streams of training."""
+        return int(self.traffic["sent"]["forward"].get("training", {"bytes": 0})["bytes"])

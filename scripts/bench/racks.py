@@ -5,8 +5,8 @@
 
 The same model, windows, order, micro-batches, ranks (processes over gloo), messages and link: GPipe, 1F1B and
 interleaved 1F1B of `torch.distributed.pipelining` (scripts/bench/pipelined.py), and racks with codas of one layer
-(scripts/bench/local_ranks.py); and these by surgeon's own processes (scripts/bench/rack_processes.py), which also keep
-what they send on disk and measure held-out text. Rounds go through all of them in turn; medians are printed, with
+(scripts/bench/local_ranks.py); and these by surgeon's own processes (scripts/bench/rack_processes.py), which also
+measure held-out text and save checkpoints. Rounds go through all of them in turn; medians are printed, with
 lowest and highest, and the highest are compared: what else runs on a machine only ever takes from them. The last column
 says how much: by how much computing took longer than it was to take. In `slow` the second rank takes twice as long for
 whatever it computes.

@@ -68,7 +68,7 @@ def made_factors(stage: Stage, calibration: dict[str, Any]) -> str:
         factors = make_factors(model, plan, windows, folder, model_hash="x")
         options = MeasureOptions(2, factors=factors.source)
         parts = measure(model, ids, share([Program.parse(PROGRAMS["dense"]), program]), options)
-        divergences = [float(part.quality.divergence.mean()) for part in parts if part.program == program]
+        divergences = [float(part.quality["divergence"].mean()) for part in parts if part.program == program]
         return [*(one.loss for one in factors.facts.values()), *divergences]
 
     expected = made("cpu")

@@ -162,8 +162,8 @@ def racks_of(
     rack_processes: Annotated[
         bool,
         option(
-            "Train all racks at once, each in a process of its own, and start again those that are killed. By default "
-            "one after the other, with the same result."
+            "Train all racks at once, each in a process of its own, and start them again where one is killed. By "
+            "default one after the other, with the same result."
         ),
     ] = False,
     average: Annotated[
@@ -174,7 +174,7 @@ def racks_of(
         ),
     ] = "never",
     rack_ahead: Annotated[
-        int, option("With --rack-processes: micro-batches that a rack may be ahead of the next one's requests.")
+        int, option("With --rack-processes: micro-batches that a rack may be ahead of the next one.")
     ] = 4,
     rack_replicas: Annotated[
         int,

@@ -37,7 +37,7 @@ class RackOptions:
         coda: how many layers a rack's coda has; every rack but the last predicts with one of its own.
         processes: train all racks at once, a process each; else one after the other, to the same result.
         average: with processes: average the codas over the racks "never", every so many steps, or "always".
-        ahead: with processes: how many micro-batches a rack may be ahead of what the next one asks for.
+        ahead: with processes: how many micro-batches a rack may be ahead of the next one.
         replicas: with processes: how many of them share each rack's batches.
     """
 

@@ -11,8 +11,11 @@ import surgeon
 from surgeon.findings.check import FamilyTable
 from surgeon.models.families import FAMILIES
 from surgeon.models.wrappers import WRAPPERS
+from tests.selection import case
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+# A row takes up to ten seconds: the whole page is held to the code before a release.
+ROWS = [case(name, default=name == "gpt2", slow=place % 6 > 0) for place, name in enumerate(FAMILIES)]
 ADVICE = "the page is not what the code says: surgeon families --markdown > docs/models.md"
 
 
@@ -41,8 +44,6 @@ def test_a_row_says_what_does_not_work() -> None:
     assert gpt2.reasons == {}
     assert gemma2.cells()[2:] == ["all", "not tracks, desync", "not tracks:D, desync", "program", "plugin", "itself"]
     assert any("norm of a sum" in why for why in gemma2.reasons)
-    for model_type in ("gpt2", "gemma2"):
-        assert lines_of(found.markdown(), model_type) == lines_of(PAGE.read_text(), model_type), ADVICE
 
 
 def test_the_table_fits_a_terminal() -> None:
@@ -57,6 +58,7 @@ def test_it_is_written_and_read_again(tmp_path: Path) -> None:
     assert FamilyTable.read(tmp_path).markdown() == found.markdown()
 
 
-@pytest.mark.thorough
-def test_the_page_is_what_the_code_says() -> None:
-    assert surgeon.families().markdown() == PAGE.read_text(), ADVICE
+@pytest.mark.parametrize("model_type", ROWS)
+def test_the_page_says_what_the_code_says(model_type: str) -> None:
+    found = surgeon.families([model_type]).markdown()
+    assert lines_of(found, model_type) == lines_of(PAGE.read_text(), model_type), ADVICE

@@ -282,8 +282,8 @@ def test_racks_by_hand(heal: Any, tmp_path: Path) -> None:
     assert code == 0, err
     run = tmp_path / "healed.run"
     assert out.splitlines() == [
-        f"python -m surgeon.training.racks.process {run} 0 --listen HOST0:PORT0 --peer 1=HOST1:PORT1",
-        f"python -m surgeon.training.racks.process {run} 1 --listen HOST1:PORT1 --peer 0=HOST0:PORT0",
+        f"python -m surgeon.training.racks.process {run} 0 --meet HOST0:PORT",
+        f"python -m surgeon.training.racks.process {run} 1 --meet HOST0:PORT",
     ]
     assert sorted(path.name for path in (run / "start").iterdir()) == ["rack-0.safetensors", "rack-1.safetensors"]
     assert not (tmp_path / "healed").exists()
@@ -291,7 +291,7 @@ def test_racks_by_hand(heal: Any, tmp_path: Path) -> None:
     assert code == 0, err
     assert out.splitlines()[1] == (
         f"torchrun --standalone --nproc-per-node 2 -m surgeon.training.racks.process {tmp_path / 'two.run'} 1 "
-        "--listen HOST1:PORT1 --peer 0=HOST0:PORT0"
+        "--meet HOST0:PORT"
     )
 
 

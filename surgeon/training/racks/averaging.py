@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
-from surgeon.training.racks.inbox import Inbox
-from surgeon.training.racks.items import ItemKey, ItemKind
-from surgeon.training.racks.outbox import Outbox
+from surgeon.training.racks.exchange import RackExchange
 from surgeon.training.sharding import set_whole, whole_of
 
 NEVER = "never"
@@ -51,24 +49,15 @@ class CodaAveraging(TrainerCallback):
         parameters: gives those of this rack's coda, by names that are the same in all racks; where the rack's processes
             share them out, they are others from the first step on.
         every: steps.
-        me: this rack's number.
-        outbox: hands on this rack's.
-        others: ask the others for theirs, by rack.
+        exchange: with the other racks.
     """
 
     def __init__(
-        self,
-        parameters: Callable[[], Mapping[str, nn.Parameter]],
-        every: int,
-        me: int,
-        outbox: Outbox,
-        others: Mapping[int, Inbox],
+        self, parameters: Callable[[], Mapping[str, nn.Parameter]], every: int, exchange: RackExchange
     ) -> None:
         self.parameters = parameters
         self.every = every
-        self.me = me
-        self.outbox = outbox
-        self.others = others
+        self.exchange = exchange
 
     @torch.no_grad()
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -76,19 +65,10 @@ class CodaAveraging(TrainerCallback):
         del args, control, kwargs
         if state.global_step % self.every:
             return
-        key = ItemKey(state.global_step, ItemKind.CODA)
         coda = [one for _, one in sorted(self.parameters().items())]
         own = torch.cat([whole_of(one).flatten().cpu() for one in coda])
-        self.outbox.offer((key, own))
-        codas = {self.me: own} | {rack: inbox.ask(key) for rack, inbox in self.others.items()}
-        for rack, other in codas.items():
-            if other.shape != own.shape:
-                raise ValueError(
-                    f"rack {rack} has a coda of {other.numel():,} numbers and rack {self.me} one of "
-                    f"{own.numel():,}; codas of different shapes are not averaged: use average: never"
-                )
+        mean = mean_of(self.exchange.gather(state.global_step, own))
         begin = 0
-        mean = mean_of([codas[rack] for rack in sorted(codas)])
         for one in coda:
             set_whole(one, mean[begin : begin + one.numel()].view(one.shape))
             begin += one.numel()

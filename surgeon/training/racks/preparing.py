@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from surgeon.training.arguments import share_of_batch
-from surgeon.training.racks.averaging import NEVER
 from surgeon.training.racks.build import rack_of
 from surgeon.training.racks.distilled import teacher_of
 from surgeon.training.racks.model import save_rack
@@ -77,27 +76,13 @@ def _check_shares(settings: TrainSettings, replicas: int) -> None:
 
 
 def commands_by_hand(folder: Path, racks: int) -> list[str]:
-    """How the racks of a run that was prepared are started by hand; none where all are done.
-
-    Where several processes share a rack, they take the ports from the one that is given on.
-    """
+    """How the racks of a run that was prepared are started by hand; none where all are done."""
     if all(is_done(folder, index) for index in range(racks)):
         return []
-    options = RacksPlan.read(folder).options
-    hosts = [f"HOST{index}:PORT{index}" for index in range(racks)]
-    averaged = options.average != NEVER
-    replicas = options.replicas
+    replicas = RacksPlan.read(folder).options.replicas
     if replicas == 1:
         python = "python"
     else:
         python = f"torchrun --standalone --nproc-per-node {replicas}"
-    peers = [range(racks) if averaged else range(max(0, index - 1), index) for index in range(racks)]
-    return [
-        " ".join(
-            [
-                *(python, "-m surgeon.training.racks.process", str(folder), str(index), "--listen", hosts[index]),
-                *(f"--peer {peer}={hosts[peer]}" for peer in peers[index] if peer != index),
-            ]
-        )
-        for index in range(racks)
-    ]
+    module = f"{python} -m surgeon.training.racks.process {folder}"
+    return [f"{module} {index} --meet HOST0:PORT" for index in range(racks)]

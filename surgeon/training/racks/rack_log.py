@@ -15,25 +15,24 @@ from typing import Any, Literal
 
 from surgeon.checkpoint.read import read_json
 from surgeon.processes.files import write_json
-from surgeon.training.racks.items import ItemKey
+from surgeon.training.racks.items import ItemKey, ItemKind
 from surgeon.training.run_log import read_rows
 
 TRAFFIC_FILE = "traffic.json"
 TIMELINE_FILE = "timeline.csv"
 COLUMNS = ("start", "end", "what", "kind", "step", "place", "bytes")
 _WAYS = ("sent", "received")
-_DIRECTIONS = ("forward", "backward", "codas")
+_DIRECTIONS = ("forward", "codas")
 _MOST_ROWS = 256  # before they are written
 
 Way = Literal["sent", "received"]
-Direction = Literal["forward", "backward", "codas"]
+Direction = Literal["forward", "codas"]
 
 
 class RackLog:
     """What a rack has sent and received, in this process and those before it, and what it did when.
 
-    Traffic is counted in bytes and messages by what they were. Forward go items to the next rack, backward what that
-    one says (requests, and what its checkpoints cover); codas go to and fro. Headers count.
+    Traffic is counted in bytes and items by what they were: streams go forward, to the next rack, codas to all racks.
 
     The timeline is a table: start, end (seconds of this machine's monotonic clock), what, and of what item. A rack
     computes (`compute`, the optimiser's steps and checkpoints among it) when it does not wait for input (`wait_input`)
@@ -72,12 +71,12 @@ class RackLog:
             writer.writeheader()
             writer.writerows(whole)
 
-    def count(self, way: Way, direction: Direction, key: ItemKey | None, size: int) -> None:
-        """One message of so many bytes; without a key it is no item."""
-        place = (way, direction, "control" if key is None else key.kind.name.lower())
+    def count(self, way: Way, direction: Direction, kind: ItemKind, size: int, items: int = 1) -> None:
+        """So many items, of so many bytes together."""
+        place = (way, direction, kind.name.lower())
         with self._lock:
             self._bytes[place] += size
-            self._items[place] += 1
+            self._items[place] += items
 
     def traffic(self) -> dict[str, Any]:
         """{"sent": {"forward": {"bytes", "items", "training": {"bytes", "items"}, ...}, ...}, "received": ..., "peak"}.

@@ -6,10 +6,9 @@ RUN/texts.safetensors     the held-out text, in windows, and what both are
 RUN/start/rack-R.safetensors   the rack as it begins
 RUN/start/teacher-R.safetensors   its part of the original, where racks are distilled
 RUN/rack-R/               the rack's own run, as every run's folder: run.json, training.csv, held_out.csv, checkpoints
-RUN/rack-R/address.json   host, port, and process, while it runs
-RUN/rack-R/spool/         what it has handed on, until the others' checkpoints cover it
+RUN/rack-R/process.json   the number of the process, while it runs
 RUN/rack-R/timeline.csv   what it did when (`rack_log.RackLog`)
-RUN/rack-R/traffic.json   what went over its connections (`rack_log.RackLog`)
+RUN/rack-R/traffic.json   what it sent and received (`rack_log.RackLog`)
 RUN/rack-R/log.txt        what it said
 RUN/rack-R/rack.safetensors, result.json   what came of it
 
@@ -17,16 +16,14 @@ Racks in turn leave the same, but for racks.json, texts.*, start/ and what a pro
 in RUN/rack-R/streams/.
 
 Where several processes share a rack's batches, replicas of it, RUN/rack-R/ is the run of all of them. What each has for
-itself (address.json, spool/, timeline.csv, traffic.json, log.txt) the first one has there, and the others have in
+itself (process.json, timeline.csv, traffic.json, log.txt) the first one has there, and the others have in
 RUN/rack-R/replica-1/, ...
 """
 
 from __future__ import annotations
 
 import json
-import secrets
-from dataclasses import asdict, dataclass, field
-from hashlib import sha256
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,19 +38,17 @@ from surgeon.quality.data import Windows, digest_of
 from surgeon.runtime.comm.link import Link
 from surgeon.training.racks.averaging import NEVER, parse_averaging
 from surgeon.training.racks.pace import RackPace
-from surgeon.training.racks.wire import TOKEN_BYTES
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import MixedPart, TrainingText, TrainTexts
 from surgeon.training.token_store import read_rows, write_rows
 
 PLAN_FILE = "racks.json"
-ADDRESS_FILE = "address.json"
+PROCESS_FILE = "process.json"
 TEXTS_FILE = "texts.safetensors"
 TRAINING_TEXT_FILE = "texts.arrow"
 RACK_FILE = "rack.safetensors"
 RESULT_FILE = "result.json"
 LOG_FILE = "log.txt"
-SPOOL = "spool"
 STREAMS = "streams"
 START = "start"
 
@@ -64,13 +59,13 @@ class ProcessOptions:
 
     Attributes:
         average: codas are averaged "never", every so many steps, or "always" (after each).
-        ahead: how many micro-batches a rack may be ahead of what the next one asks for.
+        ahead: how many micro-batches a rack may be ahead of the next one.
         link: emulated between all racks; they must be on one machine then.
         pace: of each rack, to make some slower; empty for none.
-        away: seconds after which a rack that waits for another gives the run up.
+        away: seconds that racks wait for each other to begin.
         threads: of each process; None for the cores shared out.
-        replicas: how many processes share each rack's batches. Each hands its windows' streams on to the one of the
-            same number in the next rack; the result is that of one process, up to rounding.
+        replicas: how many processes share each rack's batches. Each sends its windows' streams to the one of the same
+            number in the next rack; the result is that of one process, up to rounding.
     """
 
     average: str | int = NEVER
@@ -98,7 +93,6 @@ class RacksPlan:
         identity: what each rack's run follows from, beside which it is, as JSON values.
         settings: of each rack.
         device: "cpu" or "cuda".
-        token: drawn for each run, and known to its racks only.
     """
 
     racks: int
@@ -106,11 +100,6 @@ class RacksPlan:
     settings: TrainSettings
     options: ProcessOptions
     device: str
-    token: str = field(default_factory=lambda: secrets.token_hex(TOKEN_BYTES))
-
-    def token_of(self, rack: int, replica: int) -> bytes:
-        """What those say that ask a process of a rack, so that none takes another for it that got its old port."""
-        return sha256(f"{self.token} {rack} {replica}".encode()).digest()[:TOKEN_BYTES]
 
     def write(self, run: Path) -> None:
         """Write it."""

@@ -7,29 +7,28 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from surgeon.processes.files import check_space
-from surgeon.training.racks.items import Item, ItemKey, ItemKind
-from surgeon.training.racks.spool import Spool
+from surgeon.processes.files import check_space, whole_file
+from surgeon.training.racks.items import ItemKey, ItemKind
+
+_STREAMS = "streams"  # of a file: (windows, tokens, width)
 
 
 class StreamSource(Protocol):
     """Where a rack's streams come from: what the rack before has offered."""
 
     def ask(self, key: ItemKey) -> Tensor:
-        """The stream of a window, (tokens, width).
-
-        A rack that comes back from its checkpoint asks again for those behind it, and so does one that was short of
-        memory and goes on with fewer windows at a time.
-        """
+        """The stream of a window, (tokens, width)."""
 
 
 class StreamSink(Protocol):
     """Where they go: to the rack behind."""
 
     def offer(self, *items: tuple[ItemKey, Tensor]) -> None:
-        """Hand on streams of windows, (tokens, width) each, that belong together; maybe not for the first time."""
+        """Hand on streams of windows, (tokens, width) each, that belong together."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +76,24 @@ class RackStreams:
 class KeptStreams:
     """A `StreamSource` and a `StreamSink`: what is offered by one process may be asked for by another, later.
 
-    What is offered again stays as it was offered first.
+    What is offered again stays as it was offered first. Each offer is a file of its own, of windows that follow each
+    other.
 
     Args:
         folder: in the folder of the rack that they come from; it is made.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.spool = Spool(folder)
+        self.folder = folder
+        self._places: dict[ItemKey, tuple[Path, int]] = {}  # file, and which window in it
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.glob("*.safetensors"):
+            step, kind, first, count = map(int, path.stem.split("-"))
+            self._note(path, ItemKey(step, ItemKind(kind), first), count)
+
+    def _note(self, path: Path, first: ItemKey, count: int) -> None:
+        for place in range(count):
+            self._places[first._replace(place=first.place + place)] = path, place
 
     def require_room(self, needed: int) -> None:
         """Refuse to begin where the disk has no room for the streams of a run, of so many bytes.
@@ -92,27 +101,32 @@ class KeptStreams:
         Raises:
             OSError: with the folder, what is needed, and what is there.
         """
-        folder = self.spool.folder
-        check_space(folder, max(1, needed - sum(path.stat().st_size for path in folder.iterdir())))
+        check_space(self.folder, max(1, needed - sum(path.stat().st_size for path in self.folder.iterdir())))
 
     def offer(self, *items: tuple[ItemKey, Tensor]) -> None:
         """As `StreamSink` has it; they are on the disk before a checkpoint says that they were offered."""
         step = items[0][0].step
-        folder = self.spool.folder
-        before = self.spool.since(ItemKey(step - 1, ItemKind.TRAINING), 1)
-        if step > 1 and not (before and before[0].step == step - 1):
+        if step > 1 and ItemKey(step - 1, ItemKind.TRAINING) not in self._places:
             raise OSError(
-                f"{folder} has nothing of step {step - 1}: what was handed on earlier is gone; remove {folder.parent}, "
-                "and the same command trains that rack again"
+                f"{self.folder} has nothing of step {step - 1}: what was handed on earlier is gone; remove "
+                f"{self.folder.parent}, and the same command trains that rack again"
             )
-        for key, stream in items:
-            self.spool.add(Item.of(key, stream))
-        self.spool.sync()
+        new = [(key, stream) for key, stream in items if key not in self._places]
+        if new:
+            first = new[0][0]
+            path = self.folder / f"{first.step:09}-{first.kind:d}-{first.place:06}-{len(new)}.safetensors"
+            with whole_file(path, durable=True) as beside:
+                save_file({_STREAMS: torch.stack([stream.detach().cpu() for _, stream in new])}, beside)
+            self._note(path, first, len(new))
 
     def ask(self, key: ItemKey) -> Tensor:
         """As `StreamSource` has it."""
         try:
-            return self.spool.get(key).tensor()
-        except (KeyError, EOFError) as error:
-            folder = self.spool.folder
-            raise OSError(f"{folder} does not have {key}; remove {folder.parents[1]} to begin the run again") from error
+            path, place = self._places[key]
+            with safe_open(path, framework="pt") as file:
+                stream: Tensor = file.get_slice(_STREAMS)[place]
+        except (KeyError, OSError, SafetensorError) as error:
+            raise OSError(
+                f"{self.folder} does not have {key}; remove {self.folder.parents[1]} to begin the run again"
+            ) from error
+        return stream

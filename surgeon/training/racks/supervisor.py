@@ -1,12 +1,11 @@
 """All racks of a model trained at once, in processes that are started, watched, started again, and gathered at the end.
 
-Torchrun's elastic agent does not do this: it starts all processes again when one ends, also after an error that comes
-again, gives up after so many starts however far the run has got, and leaves processes behind when it is killed. Here
-only the rack is started again of which a process was killed, as often as it gets further in between.
+Torchrun's elastic agent does not do this: it starts processes again after an error that comes again, gives up after so
+many starts however far the run has got, and leaves processes behind when it is killed. Here all racks are started again
+where a process of one was killed, as often as they get further in between.
 
 One rack is one process, or several that train together. These find each other as the processes of torchrun do: by a
-store, which the supervisor holds, and by variables in the environment. One that ends takes the others with it, since
-none of them can take a step alone.
+store, which the supervisor holds, and by variables in the environment.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from typing import NamedTuple
 
 import torch
 from accelerate import PartialState
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does export it
 
 from surgeon.errors import Diverged
 from surgeon.gpus import gpus_in_turn
@@ -32,13 +30,13 @@ from surgeon.processes.store import serve_store
 from surgeon.processes.torchrun import HOSTED, VARIABLES, TorchrunEnvironment
 from surgeon.progress import progress
 from surgeon.threads import threads_per_rank
-from surgeon.training.checkpoints import OTHERS_ENDED, newest_checkpoint, step_of
+from surgeon.training.checkpoints import OTHERS_ENDED
 from surgeon.training.held_out import HeldOutQuality
 from surgeon.training.racks.in_turn import train_in_turn
-from surgeon.training.racks.outbox import ended_mark
+from surgeon.training.racks.meeting import common_step
 from surgeon.training.racks.preparing import prepare
 from surgeon.training.racks.process import DIVERGED
-from surgeon.training.racks.run_files import LOG_FILE, RESULT_FILE, ProcessOptions, RacksPlan, rack_folder
+from surgeon.training.racks.run_files import LOG_FILE, ProcessOptions, RacksPlan, rack_folder
 from surgeon.training.racks.subject import RacksToTrain
 from surgeon.training.racks.trained import RacksTrained, gather, is_done
 from surgeon.training.resume import alone
@@ -63,10 +61,10 @@ def train_racks(asked: RacksToTrain, options: ProcessOptions | None) -> RacksTra
 
 
 def train_in_processes(asked: RacksToTrain, options: ProcessOptions | None = None) -> RacksTrained:
-    """Train all racks of a model at once, each in a process of its own, which hand their streams on over TCP.
+    """Train all racks of a model at once, each in a process of its own, which send each other their streams.
 
-    A rack's process that is killed is started again and goes on from its checkpoint while the others wait. Killed as a
-    whole, the same call goes on. Without averaging the numbers are those of `train_in_turn`, bit for bit; with several
+    Where a process is killed all racks go on from the newest checkpoint that each of them has. Killed as a whole, the
+    same call goes on. Without averaging the numbers are those of `train_in_turn`, bit for bit; with several
     processes for each rack, which share its batches, up to rounding. The run's files are described in `run_files`.
 
     Raises:
@@ -89,7 +87,8 @@ def train_in_processes(asked: RacksToTrain, options: ProcessOptions | None = Non
         )
     with alone(asked.folder, asked.device):
         plan = prepare(asked, options)
-        _Supervisor(asked.folder, plan, asked.settings.steps_on(len(asked.texts.training))).work()
+        if not all(is_done(asked.folder, index) for index in range(plan.racks)):
+            _work(asked.folder, plan, asked.settings.steps_on(len(asked.texts.training)))
     found = gather(asked.whole, asked.racks, asked.folder)
     if asked.original is None:
         return found
@@ -100,53 +99,44 @@ def train_in_processes(asked: RacksToTrain, options: ProcessOptions | None = Non
 
 
 class _End(NamedTuple):
-    """How a rack's processes have ended: which one was the reason, its exit code (negative for a signal), its words."""
+    """How a process has ended that took the others with it: its rack's exit code (negative for a signal), its words."""
 
     who: str
     code: int
     said: str = ""
 
 
-class _Rack:
-    """The processes of one rack."""
+class _Processes:
+    """The processes of all racks, from one start to their end."""
 
-    def __init__(self, run: Path, index: int, plan: RacksPlan) -> None:
+    def __init__(self, run: Path, plan: RacksPlan) -> None:
+        """Start them."""
         self.run = run
-        self.index = index
-        self.plan = plan
-        self.processes: list[Child] = []
-        self.starts_in_vain = 0
-        self.step_of_start = -1
-        self._store: TCPStore | None = None
-
-    def start(self) -> None:
-        """Start all of them; none may run."""
-        assert not self.processes
+        self.children: dict[tuple[int, int], Child] = {}
+        # New for each start, on this machine alone: of all racks, and of the processes of each.
+        self._stores = [serve_store(socket.create_server((_HOST, 0))) for _ in range(1 + plan.racks)]
+        count = plan.options.replicas
+        threads = plan.options.threads or threads_per_rank(plan.racks * count)
         own = {name: value for name, value in os.environ.items() if name not in (*VARIABLES, HOSTED)}
-        port = 0
-        count = self.plan.options.replicas
-        if self.plan.device == "cuda":
-            own |= gpus_in_turn(self.index, count)
-        if count > 1:  # they meet at a new store for each start, on this machine alone
-            self._store = serve_store(socket.create_server((_HOST, 0)))
-            port = self._store.port
-            if interface := interface_of(_HOST):
-                own |= interface_variables(interface)
-        threads = self.plan.options.threads or threads_per_rank(self.plan.racks * count)
-        command = ["-P", "-m", "surgeon.training.racks.process", str(self.run.resolve()), str(self.index), "--child"]
-        for replica in range(count):
-            place = TorchrunEnvironment(replica, count, replica, count, _HOST, port, hosted=True)
-            together = place.variables() if count > 1 else {}
-            log = self._log(replica)
-            log.parent.mkdir(parents=True, exist_ok=True)
-            self.processes.append(Child(command, log, threads, environment=own | together))
+        if interface := interface_of(_HOST):
+            own |= interface_variables(interface)
+        meet = ["--meet", f"{_HOST}:{self._stores[0].port}", "--child"]
+        for rack in range(plan.racks):
+            gpus = gpus_in_turn(rack, count) if plan.device == "cuda" else {}
+            command = ["-P", "-m", "surgeon.training.racks.process", str(run.resolve()), str(rack), *meet]
+            for replica in range(count):
+                place = TorchrunEnvironment(replica, count, replica, count, _HOST, self._stores[1 + rack].port, True)
+                together = place.variables() if count > 1 else {}
+                log = self._log(rack, replica)
+                log.parent.mkdir(parents=True, exist_ok=True)
+                self.children[rack, replica] = Child(command, log, threads, environment=own | gpus | together)
 
-    def _log(self, replica: int) -> Path:
-        return rack_folder(self.run, self.index, replica) / LOG_FILE
+    def _log(self, rack: int, replica: int) -> Path:
+        return rack_folder(self.run, rack, replica) / LOG_FILE
 
     def look(self) -> _End | None:
         """How they have ended; None as long as they go on. When one has failed, all are ended."""
-        codes = [process.poll() for process in self.processes]
+        codes = [child.poll() for child in self.children.values()]
         if None in codes and not any(codes):
             return None
         end = _End("", 0)
@@ -154,137 +144,93 @@ class _Rack:
             until = time.monotonic() + _OTHERS_SECONDS
             while (reason := self._reason()) is None and time.monotonic() < until:
                 time.sleep(_OTHERS_SECONDS / 20)
-            end = reason or self._end_of(next(replica for replica, code in enumerate(codes) if code))
-        self.kill()
-        self.wait()
+            failed = next(which for which, child in self.children.items() if child.poll())
+            end = reason or self._end_of(*failed)
+        self.end()
         return end
 
     def _reason(self) -> _End | None:
         """The end of the one that did not end because of another; a signal comes before an error."""
-        codes = [process.poll() or 0 for process in self.processes]
-        ends = (self._end_of(replica) for replica in sorted(range(len(codes)), key=codes.__getitem__) if codes[replica])
+        failed = sorted((code, *which) for which, child in self.children.items() if (code := child.poll()))
+        ends = (self._end_of(rack, replica) for _, rack, replica in failed)
         return next((end for end in ends if not end.said.endswith(OTHERS_ENDED)), None)
 
-    def _end_of(self, replica: int) -> _End:
-        child = self.processes[replica]
-        code = self.processes[replica].wait()
-        who = f"rack {self.index}" + (f", process {replica}" if len(self.processes) > 1 else "")
+    def _end_of(self, rack: int, replica: int) -> _End:
+        child = self.children[rack, replica]
+        code = child.wait()
+        who = f"rack {rack}"
+        if (rack, 1) in self.children:
+            who += f", process {replica}"
         if code < 0:
             return _End(who, code)
-        said = f"{who} {child.ending()} (see {self._log(replica)})"
+        said = f"{who} {child.ending()} (see {self._log(rack, replica)})"
         errors = (line.removeprefix("error: ") for line in reversed(child.said().splitlines()) if line[:7] == "error: ")
         return _End(who, code, next(errors, said))
 
-    def kill(self) -> None:
-        """Have them end at once."""
-        for process in self.processes:
-            process.kill()
-
-    def wait(self) -> None:
-        """Wait until they have."""
-        for process in self.processes:
-            process.wait()
-        self.processes.clear()
-
-    def step_of_checkpoint(self) -> int:
-        """The step that the rack goes on from."""
-        folder = rack_folder(self.run, self.index)
-        newest = newest_checkpoint(folder) if folder.is_dir() else None
-        if newest is None:
-            return 0
-        return step_of(newest)
-
-    def last_row(self, table: str) -> dict[str, str] | None:
-        """Of a table of its run."""
-        rows = read_rows(rack_folder(self.run, self.index) / table)
-        if rows:
-            return rows[-1]
-        return None
+    def end(self) -> None:
+        """Have them end at once, and wait until they have."""
+        for child in self.children.values():
+            child.kill()
+        for child in self.children.values():
+            child.wait()
 
 
-class _Supervisor:
-    """Racks' processes, none of which outlives this one."""
+def _work(run: Path, plan: RacksPlan, steps: int) -> None:
+    """Start all racks, as often as it takes, and wait until all are done."""
+    folders = [rack_folder(run, index) for index in range(plan.racks)]
 
-    def __init__(self, run: Path, plan: RacksPlan, steps: int) -> None:
-        self.run = run
-        self.plan = plan
-        self.steps = steps
-        self.racks = [_Rack(run, index, plan) for index in range(plan.racks)]
+    def rows(table: str) -> list[dict[str, str]]:
+        return [(read_rows(folder / table) or [{}])[-1] for folder in folders]
 
-    def work(self) -> None:
-        """Start them, and wait until all are done."""
-        done = [is_done(self.run, rack.index) for rack in self.racks]
-        if all(done):
-            return
-        for rack in self.racks:
-            path = rack_folder(self.run, rack.index) / RESULT_FILE
-            said = next(self.run.glob(f"rack-*/**/{ended_mark(rack.index)}"), None)  # once its result was written
-            if said is not None and not done[rack.index]:
-                raise FileNotFoundError(
-                    f"{path} is gone ({said} says that rack {rack.index} was done); put it back, or remove {self.run} "
-                    "to begin the run again"
-                )
-            rack.step_of_checkpoint()  # what a rack lacks is said here, too: its own process writes to a log
-        try:
-            for rack in self.racks:
-                rack.start()
-            self._watch()
-        finally:  # whatever a rack has not kept it makes again
-            for rack in self.racks:
-                rack.kill()
-            for rack in self.racks:
-                rack.wait()
+    def made() -> int:
+        return sum(int(row.get("step", 0)) for row in rows(TRAINING_FILE))
 
-    def _watch(self) -> None:
-        active = list(self.racks)
-        looked = 0.0
-        shown = self._steps()
-        with progress("racks", self.steps * self.plan.racks, "steps", shown, self._note) as advance:
-            while active:
-                for rack in list(active):
-                    end = rack.look()
-                    if end is not None and end.code:
-                        self._start_again(rack, end)
-                    elif end is not None:
-                        active.remove(rack)
-                if time.monotonic() - looked > _PROGRESS_SECONDS or not active:
+    def note() -> str:
+        measured = zip(rows(TRAINING_FILE), rows(HELD_OUT_FILE), strict=True)
+        parts = []
+        for index, (row, held_out) in enumerate(measured):
+            if row:
+                parts.append(f"rack {index}: step {row['step']}, loss {float(row['loss']):.4g}")
+            elif held_out:
+                parts.append(f"rack {index}: perplexity {float(held_out['perplexity']):.4g}")
+        return "; ".join(parts)
+
+    shown = made()
+    looked = 0.0
+    starts_in_vain = 0
+    saved = common_step(folders)
+    processes = _Processes(run, plan)
+    try:
+        with progress("racks", steps * plan.racks, "steps", shown, note) as advance:
+            while (end := processes.look()) is None or end.code:
+                if end is not None:
+                    before = saved
+                    saved = common_step(folders)
+                    starts_in_vain = 1 if saved > before else starts_in_vain + 1
+                    _require_signal(end, starts_in_vain, saved)
+                    processes = _Processes(run, plan)
+                if time.monotonic() - looked > _PROGRESS_SECONDS:
                     looked = time.monotonic()
-                    now = self._steps()
-                    advance(max(0, now - shown))  # a rack that came back repeats some steps
+                    now = made()
+                    advance(max(0, now - shown))  # racks that are started again repeat some steps
                     shown = max(shown, now)
                 time.sleep(_LOOK_SECONDS)
+            advance(max(0, made() - shown))
+    finally:  # what racks have not kept they make again
+        processes.end()
 
-    def _start_again(self, rack: _Rack, end: _End) -> None:
-        """Start a rack again that was ended by a signal; an error is the run's."""
-        if end.code == DIVERGED:
-            raise Diverged(end.said)
-        if end.code > 0:
-            raise RackFailed(end.said)
-        name = signal.Signals(-end.code).name
-        saved = rack.step_of_checkpoint()
-        rack.starts_in_vain = rack.starts_in_vain + 1 if saved <= rack.step_of_start else 1
-        rack.step_of_start = saved
-        if rack.starts_in_vain > _VAIN_STARTS:
-            raise RackFailed(
-                f"{end.who} was ended by {name} {rack.starts_in_vain} times without getting further than step {saved}"
-                + (LIKELY_MEMORY if name == "SIGKILL" else "")
-                + "; mend that, and the same command goes on"
-            )
-        goes_on = "it goes on" if self.plan.options.replicas == 1 else "the rack goes on"
-        print(f"{end.who} was ended by {name}; {goes_on} from step {saved}", file=sys.stderr, flush=True)
-        rack.start()
 
-    def _steps(self) -> int:
-        return sum(int((rack.last_row(TRAINING_FILE) or {"step": "0"})["step"]) for rack in self.racks)
-
-    def _note(self) -> str:
-        """Each rack's step and loss."""
-        parts = []
-        for rack in self.racks:
-            row = rack.last_row(TRAINING_FILE)
-            held_out = rack.last_row(HELD_OUT_FILE)
-            if row is not None:
-                parts.append(f"rack {rack.index}: step {row['step']}, loss {float(row['loss']):.4g}")
-            elif held_out is not None:
-                parts.append(f"rack {rack.index}: perplexity {float(held_out['perplexity']):.4g}")
-        return "; ".join(parts)
+def _require_signal(end: _End, starts_in_vain: int, saved: int) -> None:
+    """Say that the racks go on where one was ended by a signal; an error is the run's, and so are signals in vain."""
+    if end.code == DIVERGED:
+        raise Diverged(end.said)
+    if end.code > 0:
+        raise RackFailed(end.said)
+    name = signal.Signals(-end.code).name
+    if starts_in_vain > _VAIN_STARTS:
+        raise RackFailed(
+            f"{end.who} was ended by {name}: {starts_in_vain} starts did not get further than step {saved}"
+            + (LIKELY_MEMORY if name == "SIGKILL" else "")
+            + "; mend that, and the same command goes on"
+        )
+    print(f"{end.who} was ended by {name}; all racks go on from step {saved}", file=sys.stderr, flush=True)

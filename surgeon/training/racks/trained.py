@@ -18,11 +18,10 @@ from surgeon.training.racks.build import assemble
 from surgeon.training.racks.model import RackModel, open_rack, save_rack
 from surgeon.training.racks.partition import Racks
 from surgeon.training.racks.run_files import (
-    ADDRESS_FILE,
     PLAN_FILE,
+    PROCESS_FILE,
     RACK_FILE,
     RESULT_FILE,
-    SPOOL,
     START,
     TEXTS_FILE,
     TRAINING_TEXT_FILE,
@@ -125,9 +124,9 @@ def finish_racks(folder: Path, racks: Racks, record: dict[str, Any]) -> None:
         each = rack_folder(folder, rack.index)
         if each.is_dir():
             of_processes = [each, *each.glob("replica-*")]
-            for path in (*checkpoints_of(each).values(), *(own / SPOOL for own in of_processes)):
+            for path in checkpoints_of(each).values():
                 shutil.rmtree(path, ignore_errors=True)
-            for path in (each / RACK_FILE, each / RESULT_FILE, *(own / ADDRESS_FILE for own in of_processes)):
+            for path in (each / RACK_FILE, each / RESULT_FILE, *(own / PROCESS_FILE for own in of_processes)):
                 path.unlink(missing_ok=True)
     shutil.rmtree(folder / START, ignore_errors=True)
     for name in (TEXTS_FILE, TRAINING_TEXT_FILE):

@@ -98,9 +98,8 @@ def leave_racks(folder: Path) -> None:
                 log.add(begun, begun + 1, "wait_input", key)
                 log.add(begun + 1, begun + 4, "compute", key)
                 log.add(begun, begun + 0.5, "send", key, 100)
-        log.count("sent", "forward", ItemKey(1, ItemKind.TRAINING), 900)
-        log.count("sent", "forward", ItemKey(1, ItemKind.HELD_OUT), 5000)
-        log.count("sent", "backward", None, 30)
+        log.count("sent", "forward", ItemKind.TRAINING, 900)
+        log.count("sent", "forward", ItemKind.HELD_OUT, 5000)
         log.write()
         write_json(own / RESULT_FILE, {})
     write_json(folder / PLAN_FILE, {"options": {"pace": [{"factor": 1.0, "least": 0.25}] * 2}})
@@ -117,7 +116,7 @@ def test_surgeons_own_processes_are_read_from_their_run(tmp_path: Path) -> None:
     found = rack_bench.figures_of(cell, folder)
     assert found.speed == pytest.approx(2 * 8 * rack_bench.WINDOW / 16)
     assert found.idle == pytest.approx((0.25, 0.25))
-    assert (found.forward, found.backward) == (600, 20)
+    assert (found.forward, found.backward) == (600, 0)
     assert found.paced == pytest.approx(24 / (2 * 8 * 0.5) - 1)
 
 

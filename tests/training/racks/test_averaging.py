@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +11,9 @@ import torch
 from transformers import TrainerState
 
 from surgeon.training.racks.averaging import CodaAveraging, mean_of, parse_averaging
-from surgeon.training.racks.inbox import Absence, Inbox
-from surgeon.training.racks.outbox import Outbox
-from surgeon.training.racks.wire import Lane
 from tests.selection import case
 from tests.training.racks.local_run import SETTINGS, TWO, in_processes, in_step, require_close
+from tests.training.racks.test_exchange import connected
 
 
 def test_when_codas_are_averaged() -> None:
@@ -37,26 +33,6 @@ Codas = list[dict[str, torch.nn.Parameter]]
 
 def coda(numbers: int) -> dict[str, torch.nn.Parameter]:
     return {"b": torch.nn.Parameter(torch.randn(2, 2)), "a": torch.nn.Parameter(torch.randn(numbers))}
-
-
-@contextmanager
-def connected(folder: Path, codas: Codas, every: int) -> Iterator[list[CodaAveraging]]:
-    """What averages the codas of each rack, over channels."""
-    token, racks = bytes(16), range(len(codas))
-    others = {rack: [other for other in racks if other != rack] for rack in racks}
-    boxes = [Outbox(folder / str(rack), token, {Lane.CODAS: others[rack]}) for rack in racks]
-
-    def asking(rack: int, other: int) -> Inbox:
-        return Inbox(rack, other, lambda: boxes[other].address, token, Lane.CODAS, absence=Absence(9.0, 5.0))
-
-    askers = [{other: asking(rack, other) for other in others[rack]} for rack in racks]
-    try:
-        yield [CodaAveraging(codas[rack].copy, every, rack, boxes[rack], askers[rack]) for rack in racks]
-    finally:
-        for box in boxes:
-            box.close()
-        for inbox in (inbox for each in askers for inbox in each.values()):
-            inbox.close()
 
 
 def make_steps(averaging: list[CodaAveraging], steps: int) -> list[str]:
@@ -81,7 +57,8 @@ def make_steps(averaging: list[CodaAveraging], steps: int) -> list[str]:
 def test_all_have_the_mean_afterwards(tmp_path: Path) -> None:
     codas: Codas = [coda(3) for _ in range(3)]
     before = [{name: one.detach().clone() for name, one in each.items()} for each in codas]
-    with connected(tmp_path, codas, every=2) as averaging:
+    with connected(tmp_path, 3) as exchanges:
+        averaging = [CodaAveraging(codas[rack].copy, 2, exchanges[rack]) for rack in range(3)]
         assert make_steps(averaging, 1) == []
         assert all(torch.equal(codas[rack][name], one) for rack in range(3) for name, one in before[rack].items())
         assert make_steps(averaging, 3) == []
@@ -93,7 +70,9 @@ def test_all_have_the_mean_afterwards(tmp_path: Path) -> None:
 
 
 def test_codas_of_other_shapes(tmp_path: Path) -> None:
-    with connected(tmp_path, [coda(3), coda(3), coda(2)], every=1) as averaging:
+    codas = [coda(3), coda(3), coda(2)]
+    with connected(tmp_path, 3) as exchanges:
+        averaging = [CodaAveraging(codas[rack].copy, 1, exchanges[rack]) for rack in range(3)]
         failed = make_steps(averaging, 1)
     assert len(failed) == 3
     assert any("rack 2 has a coda of 6 numbers and rack 1 one of 7; codas of different" in said for said in failed)

@@ -249,7 +249,8 @@ def test_kept_streams(tmp_path: Path) -> None:
         taking.take_held_out(3, 0)
     with pytest.raises(OSError, match="needed"):
         kept.require_room(1 << 60)
-    (tmp_path / "kept" / "step-000000002.items").unlink()
+    for path in (tmp_path / "kept").glob("000000002-*"):
+        path.unlink()
     lost = KeptStreams(tmp_path / "kept")
     with pytest.raises(OSError, match=r"kept has nothing of step 2: what was handed on earlier is gone; remove .*"):
         lost.offer((ItemKey(3, ItemKind.TRAINING), numbers[0]))

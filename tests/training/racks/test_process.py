@@ -7,16 +7,18 @@ import re
 import socket
 import subprocess
 import sys
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from surgeon.runtime.comm.link import Link
+from surgeon.training.checkpoints import write_manifest
 from surgeon.training.racks.in_turn import train_in_turn
+from surgeon.training.racks.meeting import agree
 from surgeon.training.racks.pace import RackPace
 from surgeon.training.racks.preparing import prepare
 from surgeon.training.racks.process import main
@@ -27,6 +29,7 @@ from surgeon.training.settings import TrainSettings
 from tests import warm
 from tests.processes.test_torchrun import free_port
 from tests.training.racks.local_run import TEXTS, THREE, TWO, in_step, racks_of, require_close, whole
+from tests.training.racks.test_exchange import together
 from tests.waiting import PATIENCE
 
 REPOSITORY = Path(__file__).parents[3]
@@ -50,29 +53,21 @@ def begin(run: Path, rack: int, *more: str, anew: bool = False, **environment: s
     return process
 
 
-def two_free_ports() -> int:
-    """The first of two that follow each other."""
-    while True:
-        port = int(free_port())
-        with suppress(OSError), socket.create_server(("127.0.0.1", port + 1)):
-            return port
-
-
-def test_racks_with_addresses_of_their_neighbours(tmp_path: Path) -> None:
+def test_racks_that_meet_at_an_address(tmp_path: Path) -> None:
     """Each has a copy of what was prepared, and two processes as torchrun starts them; one begins as users' do."""
-    ports, runs = [two_free_ports() for _ in range(2)], [tmp_path / str(rack) for rack in range(2)]
+    meet = f"127.0.0.1:{free_port()}"
+    runs = [tmp_path / str(rack) for rack in range(2)]
     for run in runs:
         prepared(run, ProcessOptions(replicas=2), TWO)
     (runs[1] / "racks.json").write_bytes((runs[0] / "racks.json").read_bytes())
     processes = []
-    for rack, (run, port) in enumerate(zip(runs, ports, strict=True)):
-        before = [] if rack == 0 else ["--peer", f"0=127.0.0.1:{ports[0]}"]
+    for rack, run in enumerate(runs):
         together = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
         together["MASTER_PORT"] = str(free_port())
         for replica in range(2):
             own = together | {"RANK": str(replica), "LOCAL_RANK": str(replica)}
             anew = rack == replica == 1
-            processes.append(begin(run, rack, "--listen", f"127.0.0.1:{port}", *before, anew=anew, **own))
+            processes.append(begin(run, rack, "--meet", meet, anew=anew, **own))
     for process in processes:
         said = process.communicate(timeout=PATIENCE)[1]
         assert process.returncode == 0, said
@@ -101,9 +96,9 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
-        (["3"], "rack 3: .* has racks 0 to 2, and no rack 3"),
-        (["0", "--listen", "here"], "'here' is no address; write it as HOST:PORT"),
-        (["1", "--peer", "127.0.0.1:3"], "does not say which rack; write it as RACK=HOST:PORT"),
+        (["3", "--meet", "127.0.0.1:3"], "rack 3: .* has racks 0 to 2, and no rack 3"),
+        (["0", "--meet", "here"], "'here' is no address; write it as HOST:PORT"),
+        (["1"], "required: --meet"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(more: list[str], expected: str, refused: Any) -> None:
@@ -113,12 +108,12 @@ def test_what_is_wrong_is_said_in_a_line(more: list[str], expected: str, refused
 def test_a_port_that_is_taken(refused: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        said = refused(None, "0", "--listen", f"127.0.0.1:{port}")
-    assert re.search(f"error: rack 0: a rack cannot listen at 127.0.0.1:{port} .*--listen", said)
+        said = refused(None, "0", "--meet", f"127.0.0.1:{port}")
+    assert re.search(f"error: rack 0: rack 0 cannot listen at 127.0.0.1:{port} .*--meet", said)
 
 
 def test_as_many_processes_as_were_prepared(refused: Any, tmp_path: Path) -> None:
-    said = refused(ProcessOptions(replicas=2), "0")
+    said = refused(ProcessOptions(replicas=2), "0", "--meet", "127.0.0.1:3")
     wanted = "a rack of this run has 2 processes, and this one has 1; start it with torchrun --standalone --nproc-per-"
     assert wanted in said
     with pytest.raises(ValueError, match="3 processes cannot share a batch of 4 windows; change the batch"):
@@ -132,9 +127,31 @@ def test_as_many_processes_as_were_prepared(refused: Any, tmp_path: Path) -> Non
         ProcessOptions(replicas=0)
 
 
-def test_a_rack_before_that_never_comes(refused: Any) -> None:
-    said = refused(ProcessOptions(away=0.5), "1")
-    assert "error: rack 1: rack 0 at an address that it has not said yet has been away for" in said
+def test_racks_that_never_come(refused: Any) -> None:
+    meet = f"127.0.0.1:{free_port()}"
+    said = refused(ProcessOptions(away=0.5), "1", "--meet", meet)
+    assert f"error: rack 1: rack 0 has not come to {meet} within 0.5 s; start it, then the same command goes on" in said
+    said = refused(ProcessOptions(away=0.5), "0", "--meet", meet)
+    assert "error: rack 0: rack 1 has not come within 0.5 s; start it, then the same command goes on" in said
+
+
+def test_all_go_on_from_the_newest_checkpoint_that_all_have(tmp_path: Path) -> None:
+    """A rack that is done does it, too; a checkpoint that is not whole is none."""
+    steps = {0: (2, 4, 6), 1: (2, 4), 2: (4, 6)}
+    for rack, there in steps.items():
+        for step in there:
+            (tmp_path / f"rack-{rack}" / f"checkpoint-{step}").mkdir(parents=True)
+            write_manifest(tmp_path / f"rack-{rack}" / f"checkpoint-{step}")
+    (tmp_path / "rack-1" / "checkpoint-6").mkdir()
+    (tmp_path / "rack-0" / "result.json").write_text("{}")
+    store = HashStore()
+    assert together(3, lambda rack: agree(store, tmp_path, rack, 3, True, 9.0)) == [False] * 3
+    left = {rack: sorted(path.name for path in (tmp_path / f"rack-{rack}").iterdir()) for rack in steps}
+    assert left == {0: ["checkpoint-2", "checkpoint-4"], 1: ["checkpoint-2", "checkpoint-4"], 2: ["checkpoint-4"]}
+    for rack in steps:
+        (tmp_path / f"rack-{rack}" / "result.json").write_text("{}")
+    other = HashStore()
+    assert together(3, lambda rack: agree(other, tmp_path, rack, 3, True, 9.0)) == [True] * 3
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
@@ -144,7 +161,6 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     plan = RacksPlan.read(tmp_path)
     assert plan.options == options
     assert plan.settings == TrainSettings(**SHORT.to_json())
-    assert len(bytes.fromhex(plan.token)) == 16
     texts = read_texts(tmp_path)
     assert torch.equal(texts.training.ids, TEXTS.training.ids)
     assert (texts.training.digest, texts.held_out.digest) == (TEXTS.training.digest, TEXTS.held_out.digest)

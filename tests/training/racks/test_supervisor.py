@@ -10,7 +10,6 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -24,7 +23,7 @@ from surgeon.training.racks import supervisor
 from surgeon.training.racks.in_turn import train_in_turn
 from surgeon.training.racks.run_files import ProcessOptions, RacksPlan, rack_folder
 from surgeon.training.racks.subject import RacksToTrain
-from surgeon.training.racks.supervisor import _Supervisor, train_in_processes
+from surgeon.training.racks.supervisor import train_in_processes
 from surgeon.training.racks.trained import RacksTrained, finish_racks, gather
 from tests import warm
 from tests.selection import case
@@ -73,7 +72,7 @@ def require_same(folder: Path, found: RacksTrained, expected: tuple[Path, RacksT
 
 
 def process_of(folder: Path, rack: int, replica: int = 0) -> int:
-    found: dict[str, Any] = json.loads((rack_folder(folder, rack, replica) / "address.json").read_text())
+    found: dict[str, Any] = json.loads((rack_folder(folder, rack, replica) / "process.json").read_text())
     return int(found["process"])
 
 
@@ -100,8 +99,6 @@ def test_processes_come_to_the_same_and_leave_what_they_did(
         assert before["sent"]["forward"] == after["received"]["forward"]
         assert before["sent"]["forward"]["training"]["items"] == 6 * 4
         assert before["sent"]["forward"]["held_out"]["items"] == 4 * 3
-        assert after["sent"]["backward"]["bytes"] < 120 * (6 * 4 + 4 * 3 + 10)
-        assert before["received"]["backward"]["bytes"] == after["sent"]["backward"]["bytes"]
     timeline = pd.read_csv(tmp_path / "rack-1" / "timeline.csv")
     assert set(timeline["what"]) == {"compute", "wait_input", "wait_room", "send"}
     assert (timeline["end"] >= timeline["start"]).all()
@@ -135,13 +132,13 @@ def test_racks_of_mixtures_come_to_the_same(family: str, tmp_path: Path) -> None
 def test_one_after_the_other_is_killed(
     tmp_path: Path, expected: tuple[Path, RacksTrained], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The last, the one in the middle, the first; each goes on from its checkpoint, and the others wait for it."""
-    killing = kill_at(tmp_path, (2, 0, 2), (1, 0, 2), (0, 0, 4))
+    """The last, the one in the middle, the first; all go on from the newest checkpoint that all have."""
+    killing = kill_at(tmp_path, (2, 0, 2), (1, 0, 4), (0, 0, 6))
     found = in_processes(tmp_path, ahead=1)
     killing.join()
     said = capfd.readouterr().err
     for rack in range(3):
-        assert f"rack {rack} was ended by SIGKILL; it goes on from step" in said
+        assert f"rack {rack} was ended by SIGKILL; all racks go on from step" in said
     require_same(tmp_path, found, expected)
 
 
@@ -149,7 +146,7 @@ def test_one_after_the_other_is_killed(
 def test_replicas_of_each_rack_come_to_the_same_up_to_rounding(
     fsdp: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Two racks, two processes in each; one of them is killed, and its rack goes on from its checkpoint.
+    """Two racks, two processes in each; one of them is killed, and all go on from their checkpoint.
 
     They hold all of the rack's parameters, or share them out.
     """
@@ -158,7 +155,7 @@ def test_replicas_of_each_rack_come_to_the_same_up_to_rounding(
     killing = kill_at(tmp_path, (1, 1, 2))
     found = in_processes(tmp_path, shared, dropout=0.0, racks=TWO, replicas=2, ahead=1)
     killing.join()
-    assert "rack 1, process 1 was ended by SIGKILL; the rack goes on from step 2" in capfd.readouterr().err
+    assert "rack 1, process 1 was ended by SIGKILL; all racks go on from step" in capfd.readouterr().err
     expected, losses = in_step(settings, TWO)
     require_close(tmp_path, expected)
     for rack in range(2):
@@ -169,8 +166,7 @@ def test_replicas_of_each_rack_come_to_the_same_up_to_rounding(
         traffic = json.loads((rack_folder(tmp_path, 0, replica) / "traffic.json").read_text())
         assert traffic["sent"]["forward"]["training"]["items"] >= 4 * 2
     finish_racks(tmp_path, racks_of(whole(), TWO), {})
-    assert not list(tmp_path.rglob("spool"))
-    assert not list(tmp_path.rglob("address.json"))
+    assert not list(tmp_path.rglob("process.json"))
 
 
 def start(folder: Path) -> subprocess.Popen[str]:
@@ -182,7 +178,7 @@ def start(folder: Path) -> subprocess.Popen[str]:
 
 def listen_since(folder: Path, moment: float) -> bool:
     """Whether all racks have begun to listen after a moment, by the clock."""
-    return all((folder / f"rack-{rack}" / "address.json").stat().st_mtime > moment for rack in range(3))
+    return all((folder / f"rack-{rack}" / "process.json").stat().st_mtime > moment for rack in range(3))
 
 
 def test_the_supervisor_ends_and_no_rack_is_left(tmp_path: Path, expected: tuple[Path, RacksTrained]) -> None:
@@ -207,21 +203,18 @@ def test_an_error_is_the_run_s_in_one_line(tmp_path: Path) -> None:
     ) as error:
         in_processes(tmp_path, replace(SETTINGS, learning_rate=1e30))
     assert "\n" not in str(error.value)
-    racks = [process_of(tmp_path, rack) for rack in range(3) if (tmp_path / f"rack-{rack}" / "address.json").exists()]
+    racks = [process_of(tmp_path, rack) for rack in range(3) if (tmp_path / f"rack-{rack}" / "process.json").exists()]
     assert not [rack for rack in racks if psutil.pid_exists(rack)]
 
 
-def test_a_result_that_is_gone_is_missed(tmp_path: Path) -> None:
-    """A rack that has said to its neighbour that it was done would wait in vain for what nobody keeps any more."""
-    mark = tmp_path / "rack-0" / "spool" / "streams" / "rack-1.ended"
-    mark.parent.mkdir(parents=True)
-    mark.write_text("")
-    plan: Any = SimpleNamespace(racks=2)
-    with pytest.raises(FileNotFoundError, match=r"rack-1/result\.json is gone \(.* says that rack 1 was done\)"):
-        _Supervisor(tmp_path, plan, 3).work()
+def test_a_result_that_is_gone_is_made_again(tmp_path: Path, expected: tuple[Path, RacksTrained]) -> None:
+    """From the last checkpoint; only where nobody makes it again is it missed."""
+    in_processes(tmp_path)
+    (tmp_path / "rack-1" / "result.json").unlink()
     model = whole()
-    with pytest.raises(FileNotFoundError, match=r"rack-0/result\.json is gone; put it back, or remove"):
+    with pytest.raises(FileNotFoundError, match=r"rack-1/result\.json is gone; put it back, or remove"):
         gather(model, racks_of(model), tmp_path)
+    require_same(tmp_path, in_processes(tmp_path), expected)
 
 
 def test_racks_have_gpus_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,12 +224,11 @@ def test_racks_have_gpus_of_their_own(tmp_path: Path, monkeypatch: pytest.Monkey
     started: list[Any] = []
     monkeypatch.setattr(supervisor, "Child", lambda *_, environment: started.append(environment))
     plan = RacksPlan(2, {}, SETTINGS, ProcessOptions(replicas=2), "cuda")
-    for index in (0, 1):
-        supervisor._Rack(tmp_path, index, plan).start()
-        supervisor._Rack(tmp_path, index, replace(plan, device="cpu")).start()
+    for device in ("cuda", "cpu"):
+        supervisor._Processes(tmp_path, replace(plan, device=device))
     said = [(own.get("CUDA_VISIBLE_DEVICES"), own["LOCAL_RANK"]) for own in started]
     on_cpu = [(None, "0"), (None, "1")]
-    assert said == [("0,1", "0"), ("0,1", "1"), *on_cpu, ("2,0", "0"), ("2,0", "1"), *on_cpu]
+    assert said == [("0,1", "0"), ("0,1", "1"), ("2,0", "0"), ("2,0", "1"), *on_cpu, *on_cpu]
     assert all(own["NCCL_SOCKET_IFNAME"] == f"={own['GLOO_SOCKET_IFNAME']}" for own in started)
 
 

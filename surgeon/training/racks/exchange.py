@@ -1,0 +1,194 @@
+"""Messages between racks, by torch.distributed (gloo): streams from each rack to the next, codas among all of them.
+
+A rack needs its streams in the order in which the rack before makes them, so nobody asks: one sends, the other
+receives, and bounded queues hold back a rack that is too far ahead. What a rack has sent is not kept. Where a process
+ends, the connections of all others break, and all racks go on from a checkpoint that every one of them has (`meeting`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from queue import Full, Queue
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
+
+from surgeon.runtime.comm.link import Line, Link, SystemClock
+from surgeon.training.racks.items import ItemKey, ItemKind
+from surgeon.training.racks.rack_log import RackLog
+
+# A rack waits for the one before it as long as that computes; one that ends breaks its connections at once.
+PATIENCE = timedelta(days=1)
+_LOOK_SECONDS = 0.5
+_NUMBERS_IN_HEAD = 7  # step, kind, place, dtype, rows, columns, nanoseconds until it has arrived over an emulated link
+_HEAD, _NUMBERS = 0, 1  # tags
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_NO_MORE = -1  # in place of a kind
+
+
+class RackExchange:
+    """What one rack sends and receives; of several processes that share a rack, each has to do with its own number.
+
+    Where another process ends, everything here raises RuntimeError, as torch.distributed does.
+
+    Attributes:
+        index: this rack's.
+        racks: how many there are.
+    """
+
+    def __init__(
+        self, store: Store, index: int, racks: int, ahead: int, link: Link | None = None, log: RackLog | None = None
+    ) -> None:
+        """Connect to all other racks, which do the same.
+
+        Args:
+            store: in which the processes of the same number in each rack find each other.
+            ahead: windows that a rack may be ahead of the next one.
+            link: emulated for all that is sent; the racks must be on one machine.
+        """
+        self.index = index
+        self.racks = racks
+        self._log = log or RackLog()
+        self._clock = SystemClock()
+        self._line = None if link is None else Line(link, self._clock)
+        groups = (PrefixStore(name, store) for name in ("streams", "codas", "checkpoints"))
+        self._streams, self._codas, self._checkpoints = (_connect(one, index, racks) for one in groups)
+        self._saved: Any = None
+        self._failure: BaseException | None = None
+        self._outgoing = Queue[tuple[ItemKey, Tensor] | None](1)
+        # One more is under way, and one waits to be sent.
+        self._incoming = Queue[tuple[ItemKey, float, Tensor] | BaseException | None](max(1, ahead - 2))
+        self._threads: list[threading.Thread] = []
+        if index > 0:
+            self._threads.append(threading.Thread(target=self._receive, daemon=True))
+        if index + 1 < racks:
+            self._threads.append(threading.Thread(target=self._send, daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    def offer(self, *items: tuple[ItemKey, Tensor]) -> None:
+        """Send streams of windows, (tokens, width) each, to the next rack; waits where too many are under way."""
+        with self._log.waiting("wait_room", items[0][0]):
+            for key, stream in items:
+                self._put((key, stream.detach().to("cpu", copy=True).contiguous()))
+
+    def ask(self, key: ItemKey) -> Tensor:
+        """Wait for the stream of a window, (tokens, width), from the rack before.
+
+        Raises:
+            ValueError: if that rack has sent another one.
+        """
+        with self._log.waiting("wait_input", key):
+            found = self._incoming.get()
+            if isinstance(found, BaseException):
+                raise found
+            sent, due, stream = found or (None, 0.0, torch.empty(0))
+            if sent != key:
+                raise ValueError(
+                    f"rack {self.index - 1} has sent {sent or 'all it had'} where rack {self.index} needs {key}; "
+                    "remove the run's folder to begin again"
+                )
+            self._clock.wait_until(due)
+        return stream
+
+    def gather(self, step: int, coda: Tensor) -> list[Tensor]:
+        """The codas of all racks after a step, (numbers,) each, in the racks' order; each rack gives its own.
+
+        Raises:
+            ValueError: if one has another number of them.
+        """
+        with self._log.waiting("wait_input", ItemKey(step, ItemKind.CODA)):
+            others = self.racks - 1
+            due = 0.0
+            if self._line is not None:
+                due = self._line.send(others * coda.nbytes)
+            said = self._of_all(torch.tensor([coda.numel(), due], dtype=torch.float64))
+            for rack, (numbers, _) in enumerate(said):
+                if int(numbers) != coda.numel():
+                    raise ValueError(
+                        f"rack {rack} has a coda of {int(numbers):,} numbers and rack {self.index} one of "
+                        f"{coda.numel():,}; codas of different shapes are not averaged: use average: never"
+                    )
+            found = self._of_all(coda)
+            for way in ("sent", "received"):
+                self._log.count(way, "codas", ItemKind.CODA, others * coda.nbytes, others)
+            self._clock.wait_until(max(float(arrives) for _, arrives in said))
+        return found
+
+    def _of_all(self, tensor: Tensor) -> list[Tensor]:
+        found = [torch.empty_like(tensor) for _ in range(self.racks)]
+        self._codas.allgather([found], [tensor]).wait()
+        return found
+
+    def before_checkpoint(self) -> None:
+        """Wait until all racks have the checkpoint before: a rack keeps two, and one of them has to be everyone's."""
+        if self._saved is not None:
+            self._saved.wait()
+            self._saved = None
+
+    def checkpoint_saved(self) -> None:
+        """Say that this rack has another checkpoint; the others say it of theirs when they have it."""
+        self.before_checkpoint()
+        self._saved = self._checkpoints.barrier()
+
+    def finish(self) -> None:
+        """Wait until everything has been sent and received, and all racks are as far."""
+        if self.index + 1 < self.racks:
+            self._put(None)
+        if self.index > 0 and (rest := self._incoming.get()) is not None:
+            raise rest if isinstance(rest, BaseException) else ValueError(f"nobody needed {rest[0]}")
+        for thread in self._threads:
+            thread.join()
+        self.before_checkpoint()
+        self._checkpoints.barrier().wait()
+
+    def _put(self, item: tuple[ItemKey, Tensor] | None) -> None:
+        while self._failure is None:
+            with suppress(Full):
+                return self._outgoing.put(item, timeout=_LOOK_SECONDS)
+        raise self._failure
+
+    def _send(self) -> None:
+        after = self.index + 1
+        try:
+            while (item := self._outgoing.get()) is not None:
+                key, stream = item
+                begun = time.monotonic()
+                due = 0.0
+                if self._line is not None:
+                    due = self._line.send(stream.nbytes)
+                shape = _DTYPES.index(stream.dtype), *stream.shape
+                self._streams.send([torch.tensor([*key, *shape, int(due * 1e9)])], after, _HEAD).wait()
+                self._streams.send([stream], after, _NUMBERS).wait()
+                self._log.count("sent", "forward", key.kind, stream.nbytes)
+                self._log.add(begun, max(time.monotonic(), due), "send", key, stream.nbytes)
+            no_more = torch.full((_NUMBERS_IN_HEAD,), _NO_MORE)
+            self._streams.send([no_more], after, _HEAD).wait()
+        except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+            self._failure = error
+
+    def _receive(self) -> None:
+        before = self.index - 1
+        head = torch.empty(_NUMBERS_IN_HEAD, dtype=torch.int64)
+        try:
+            while True:
+                self._streams.recv([head], before, _HEAD).wait()
+                step, kind, place, dtype, rows, columns, due = head.tolist()
+                if kind == _NO_MORE:
+                    return self._incoming.put(None)
+                stream = torch.empty(rows, columns, dtype=_DTYPES[dtype])
+                self._streams.recv([stream], before, _NUMBERS).wait()
+                key = ItemKey(step, ItemKind(kind), place)
+                self._log.count("received", "forward", key.kind, stream.nbytes)
+                self._incoming.put((key, due / 1e9, stream))
+        except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+            self._incoming.put(error)
+
+
+def _connect(store: Store, index: int, racks: int) -> Any:
+    return ProcessGroupGloo(store, index, racks, PATIENCE)
