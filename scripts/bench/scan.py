@@ -42,8 +42,7 @@ from surgeon.analysis.cells import SCANNED, Cell, scan_cells, select
 from surgeon.analysis.engine.measure import MeasureOptions, measure
 from surgeon.analysis.engine.memory import TOKENS_AT_ONCE
 from surgeon.analysis.engine.sharing import plain_sublayers, share, simplify
-from surgeon.analysis.scan import scan
-from surgeon.analysis.screen import HOPELESS
+from surgeon.analysis.scan import HOPELESS, scan
 from surgeon.analysis.subject import Subject
 from surgeon.findings.scan import Scan
 from surgeon.language.program import Program

@@ -143,8 +143,6 @@ def _walk(
 
 @dataclass
 class _Sums:
-    """Sums up what a mixture's experts get."""
-
     use: ExpertUse
     logits: Callable[[Tensor], Tensor]  # of the router, (tokens, experts), for its inputs
     routing: Routing

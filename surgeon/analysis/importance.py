@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from surgeon.analysis.factors.gradients import summed_gradients
+from surgeon.analysis.factors.calibration import summed_gradients
 from surgeon.analysis.factors.matrices import Matrices, Matrix
 from surgeon.analysis.factors.program_run import ProgramRun, matrices_in
 from surgeon.language.operations.width import USUAL, Criterion

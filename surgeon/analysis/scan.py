@@ -1,7 +1,20 @@
-"""The heatmaps: quality of the model after each operation on each contiguous stretch of layers (paper, section 3)."""
+"""The heatmaps: quality of the model after each operation on each contiguous stretch of layers (paper, section 3).
+
+Screened, a cell gets only as many windows of text as it takes to place it. Windows are taken in rounds, each about as
+many as all rounds before it. After a round a cell is settled, and gets no more windows, if one of two things is known
+of its damage, the mean over windows of its negative log-likelihood minus the unedited model's on the same window (the
+logarithm of the ratio of their perplexities):
+
+- it is hopeless: the lower end of the damage's 95% interval lies beyond ten times the base perplexity;
+- it is known well: the interval reaches no further to either side than 40% of the damage itself, which keeps cells in
+  their order whether they do little damage or much, and no further than 0.2, about 20% of the perplexity.
+
+Both are functions of the cell's own numbers alone, so that a scan that was interrupted settles the same cells.
+"""
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,13 +23,12 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from surgeon.analysis import screen
 from surgeon.analysis.cells import Cell, Selection, selected_cells
-from surgeon.analysis.engine.measure import MeasureOptions, measure
+from surgeon.analysis.engine.measure import MeasureOptions, ProgramJournal, measure
 from surgeon.analysis.engine.memory import windows_at_once
-from surgeon.analysis.engine.program_journal import ProgramJournal
 from surgeon.analysis.engine.sharing import SharedPlan, plain_sublayers, share, simplify
 from surgeon.analysis.engine.workers import Job, measure_in_workers
 from surgeon.analysis.experts import expert_use, use_tables
@@ -35,12 +47,34 @@ from surgeon.models.weights import FactorSource
 from surgeon.progress import TimeOver, progress
 from surgeon.provenance import FORMAT
 from surgeon.quality.head import SAMPLED
-from surgeon.quality.summary import ACCEPTANCES, ESTIMATE_COLUMNS, Values, estimate, perplexity, perplexity_interval
+from surgeon.quality.summary import (
+    ACCEPTANCES,
+    ESTIMATE_COLUMNS,
+    Values,
+    estimate,
+    interval,
+    perplexity,
+    perplexity_interval,
+)
 
 COLUMNS = ["operation", "first", "last", *ESTIMATE_COLUMNS, *ACCEPTANCES, "tokens", "sublayers_run"]
 PERMUTATION_COLUMNS = ["operation", "first", "last", "seed", "order", "perplexity", "divergence", "tokens"]
 
 Lookup = Callable[[Program, Sequence[int]], tuple[Values, Values]]  # nll and divergence of a program on some windows
+# Of screening.
+HOPELESS = 10.0  # times the base perplexity
+SHARE_OF_DAMAGE = 0.4
+LARGEST_ERROR = 0.2  # of the logarithm of the perplexity
+FIRST_ROUND = 1 / 16  # of the windows
+LEAST_WINDOWS = 4  # that an interval is told from
+_LEAST_GROWTH = 1.5  # of the last round: with less to come, it comes at once
+SCREENING = {
+    "hopeless_beyond": HOPELESS,
+    "share_of_damage": SHARE_OF_DAMAGE,
+    "largest_error": LARGEST_ERROR,
+    "first_round": FIRST_ROUND,
+    "least_windows": LEAST_WINDOWS,
+}  # what settles a cell, for the record of a scan
 
 
 @dataclass(frozen=True)
@@ -132,13 +166,11 @@ class ScanJournal(ProgramJournal):
         super().__init__(folder, JOURNAL, "scan", {"format": FORMAT} | identity, windows, sampled)
 
     def start(self, at_once: int, spread: bool) -> None:
-        """Note how many windows are taken together, and in which order."""
         spread = spread or self.spread
         if (at_once, spread) != (self.at_once, self.spread):
             self.keep({"at_once": at_once, "spread": spread})
 
     def finish(self, selection: Selection) -> None:
-        """Note that everything this selection asks for is measured."""
         if selection not in self.finished:
             self.keep({"finished": selection.to_json()})
 
@@ -175,7 +207,7 @@ def scan(
     Args:
         selection: as `select` returns it for this model.
         seed: of the random orders of `shuffle`.
-        screened: let cells go that are settled on a part of the windows (see `surgeon.analysis.screen`).
+        screened: let cells go that are settled on a part of the windows (see above).
         sampled: measure sampled acceptance, too, also of cells that are there without.
         batch: at most this many windows are run together.
         workers: processes to share the work out to; 1 to do it in this one.
@@ -216,7 +248,7 @@ def scan(
         record = subject.provenance(seed=seed) | asked
         if missing:
             record["cells_missing"] = missing
-        record |= {"asked": asked, "screen": screen.settings() if screened else None}
+        record |= {"asked": asked, "screen": SCREENING if screened else None}
         if work.is_edited:
             record["program"] = str(program)
         earlier = [other.to_json() for other in journal.finished if other != selection]
@@ -305,8 +337,6 @@ class ScanWork:
 
 @dataclass(frozen=True)
 class _Run:
-    """A scan under way: measures what the journal does not have yet."""
-
     subject: Subject
     work: ScanWork
     at_once: int
@@ -321,32 +351,31 @@ class _Run:
         return self.journal.values(self.work.programs[program], windows)
 
     def acceptances(self, program: Program, windows: Sequence[int]) -> Values:
-        """Its acceptances, (kinds, windows)."""
         return self.journal.acceptances(self.work.programs[program], windows)
 
     def outcomes(self, screened: bool) -> Iterator[Outcome]:
         """Every cell that was measured, with the windows that its numbers rest on; all, unless time is over before."""
         everything = range(len(self.subject.windows.ids))
-        rounds = screen.rounds(len(everything)) if self.journal.spread else [list(everything)]
+        parts = rounds(len(everything)) if self.journal.spread else [list(everything)]
         cells = self.work.cells
         taken = list[int]()
         settled_on: dict[Cell, list[int]] = {}
         cost = dict.fromkeys(self.work.plan.programs, 0.0)
-        for number, added in enumerate(rounds, start=1):
+        for number, added in enumerate(parts, start=1):
             needed = {self.work.dense, *(self.work.programs[program] for cell in cells for program in cell.programs)}
             plan = self.work.plan.only(needed)
             try:
-                self._measure(f"scan, round {number} of {len(rounds)}" if len(rounds) > 1 else "scan", plan, added)
+                self._measure(f"scan, round {number} of {len(parts)}" if len(parts) > 1 else "scan", plan, added)
             except TimeOver:
                 self._measure_base(everything)
                 break
             taken += added
             for program, sublayers in plan.sublayers.items():
                 cost[program] += sublayers * len(added) / len(everything)
-            if screened and number < len(rounds):
+            if screened and number < len(parts):
                 base = self.journal.values(self.work.dense, taken)[0]
                 for cell in cells:
-                    if screen.is_settled(cell_values(cell, taken, self.values)[0] - base):
+                    if is_settled(cell_values(cell, taken, self.values)[0] - base):
                         settled_on[cell] = list(taken)
                 cells = [cell for cell in cells if cell not in settled_on]
         del cost[self.work.dense]
@@ -360,7 +389,6 @@ class _Run:
                 yield Outcome(cell, measured, new)
 
     def _windows_of(self, programs: Sequence[Program]) -> list[int]:
-        """The windows that all of these programs were measured on."""
         windows = range(len(self.subject.windows.ids))
         return [one for one in windows if all(self.journal.is_done(program, [one]) for program in programs)]
 
@@ -403,3 +431,37 @@ class _Run:
                 options = replace(options, factors=self.units, sampled=self.sampled)
                 measured = measure(subject.model, ids, left, options)
             journal.add_new(measured, windows)
+
+
+def rounds(count: int) -> list[list[int]]:
+    """The numbers of the windows that each round adds; together all of them, once each."""
+    order = spread(count)
+    ends = []
+    end = max(LEAST_WINDOWS, round(FIRST_ROUND * count))
+    while end * _LEAST_GROWTH < count:
+        ends.append(end)
+        end *= 2
+    ends.append(count)
+    return [order[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def spread(count: int) -> list[int]:
+    """The numbers 0 to count - 1 in an order whose every beginning is spread over all of them (bits reversed).
+
+    Neighbouring windows come from the same document; the first few alone would stand for one kind of text.
+    """
+    bits = max(1, (count - 1).bit_length())
+    return sorted(range(count), key=lambda number: int(f"{number:0{bits}b}"[::-1], 2))
+
+
+def is_settled(damage: NDArray[np.float64]) -> bool:
+    """Whether a cell needs no more windows.
+
+    Args:
+        damage: negative log-likelihood minus the unedited model's, (windows,), nats.
+    """
+    mean = float(np.mean(damage))
+    if not math.isfinite(mean):
+        return True  # it is infinite on all the windows together too
+    low, high = interval(damage)
+    return low > math.log(HOPELESS) or (high - low) / 2 <= min(LARGEST_ERROR, SHARE_OF_DAMAGE * abs(mean))

@@ -15,7 +15,7 @@ what is taken out of the stream at a meeting is the last layer of the track's ow
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from typing import Any
 import pandas as pd
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from surgeon.analysis.engine.memory import windows_in_a_walk
 from surgeon.analysis.engine.walk import layers_run, runs_of, walks
@@ -33,7 +32,7 @@ from surgeon.language.program import Fork, Program
 from surgeon.models.edit import as_stored, program_of
 from surgeon.models.families import family_of
 from surgeon.processes.files import make_folder
-from surgeon.progress import progress
+from surgeon.progress import Advance, progress
 
 LEAST_SAMPLES = 4  # the unbiased estimate divides by n - 3
 
@@ -190,11 +189,12 @@ def similarity(subject: Subject, folder: Path, inputs: dict[str, Any] | None = N
     with as_stored(model) as program:
         if program != program_of(model):
             record["program"] = str(program)
-        whole = sum(map(len, runs_of(program, family_of(model.config).steps_per_layer)))
+        runs = runs_of(program, family_of(model.config).steps_per_layer)
+        layers = sum(map(len, runs))
         make_folder(folder)
-        with progress("similarity", 6 * whole * len(ids), "sublayers x windows") as ran:
-            streams = compare_streams(model, program, ids, ran, subject.memory)
-            cka = counterfactual_cka(model, program, ids, ran, subject.memory)
+        with progress("similarity", 6 * layers * len(ids), "sublayers x windows") as ran:
+            streams = _compare_streams(subject, program, runs, ran)
+            cka = _counterfactual_cka(subject, program, layers, ran)
     record |= {"samples": ids.numel(), "features": model.config.hidden_size}
     found = Similarity(_layers_table(cka, streams), _distances_table(streams), record=record)
     found.write(folder)
@@ -202,28 +202,20 @@ def similarity(subject: Subject, folder: Path, inputs: dict[str, Any] | None = N
 
 
 @torch.inference_mode()
-def compare_streams(
-    model: PreTrainedModel,
-    program: Program,
-    ids: Tensor,
-    ran: Callable[[float], Any] = lambda _: None,
-    memory: int | None = None,
-) -> list[Streams]:
+def _compare_streams(subject: Subject, program: Program, runs: Sequence[range], ran: Advance) -> list[Streams]:
     """Compare the streams of a model's own program at all depths of each run of whole layers.
 
     Args:
-        model: the layers that it is stored as.
-        program: over these.
-        ids: (windows, tokens).
+        program: over the layers that the model is stored as.
         ran: called with the number of sublayers run, times the windows they ran on.
-        memory: a limit in bytes on the memory of the whole process.
 
     Raises:
         ValueError: naming the sublayer where numbers stop being finite; if no layer is run whole, or the limit is too
             small.
     """
-    runs = runs_of(program, family_of(model.config).steps_per_layer)
-    at_once = windows_in_a_walk(model, ids, max(map(len, runs)) + 1, 2 * _BLOCK_BYTES, memory)
+    model = subject.model
+    ids = subject.windows.ids
+    at_once = windows_in_a_walk(model, ids, max(map(len, runs)) + 1, 2 * _BLOCK_BYTES, subject.memory)
     sums = [Streams.nothing(run) for run in runs]
     for walk in walks(model, ids, at_once):
         places = iter(sums)
@@ -273,40 +265,29 @@ def _add(sum_: Streams, streams: list[Tensor]) -> None:
 
 
 @torch.inference_mode()
-def counterfactual_cka(
-    model: PreTrainedModel,
-    program: Program,
-    ids: Tensor,
-    ran: Callable[[float], Any] = lambda _: None,
-    memory: int | None = None,
-) -> list[dict[str, float]]:
+def _counterfactual_cka(subject: Subject, program: Program, layers: int, ran: Advance) -> list[dict[str, float]]:
     """For each whole layer, in the order of `runs_of`: what its sublayers add, and what without the layer before.
 
-    Args:
-        model: the layers that it is stored as.
-        program: over these.
-        ids: (windows, tokens); every token is a sample.
-        ran: called with the number of sublayers run, times the windows they ran on; a layer without one before it
-            counts like the others.
-        memory: a limit in bytes on the memory of the whole process.
+    A layer without one before it counts for `ran` like the others.
 
     Returns:
         The CKA columns of `similarity.csv`; NaN where there is no layer before, where features do not vary or, without
         the layer before, are not finite.
 
     Raises:
-        ValueError: naming the sublayer where numbers stop being finite in the model as it is; if the limit is too
-            small.
+        ValueError: as `_compare_streams`.
     """
+    model = subject.model
+    ids = subject.windows.ids
     hidden = model.config.hidden_size
     itemsize = model.dtype.itemsize
     most = max((len(node.branches) for node in program.nodes if isinstance(node, Fork)), default=0)
     held = (4 + 2 * most) * ids.numel() * hidden * itemsize + 6 * 8 * hidden**2  # streams of all, sums over features
-    parts = list(walks(model, ids, windows_in_a_walk(model, ids, _STREAMS_COMPARED, held, memory)))
+    parts = list(walks(model, ids, windows_in_a_walk(model, ids, _STREAMS_COMPARED, held, subject.memory)))
     ways = [layers_run(walk, program) for walk in parts]
     compared = []
     # All windows go through the program together, so that there are sums for one layer at a time.
-    for _ in range(sum(map(len, runs_of(program, family_of(model.config).steps_per_layer)))):
+    for _ in range(layers):
         attention = LinearCKA()
         mlp = LinearCKA()
         for walk, way in zip(parts, ways, strict=True):

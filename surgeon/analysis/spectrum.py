@@ -9,25 +9,25 @@ node, and all of it runs again for each truncation in it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
+import pandas as pd
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgeon.analysis.engine.walk import HEAD_NOT_FINITE
-from surgeon.analysis.factors.allocation import curves_of
+from surgeon.analysis.factors.allocation import curves_of, effective_rank, energy_rank, kept_parameters
 from surgeon.analysis.factors.calibration import recorded
 from surgeon.analysis.factors.matrices import Matrices, Matrix, choose_layers, choose_weights, find_matrices
 from surgeon.analysis.factors.program_run import ProgramRun, ReferenceText, matrices_in
-from surgeon.analysis.spectrum_journal import SingularValues, SpectrumJournal, Truncation
-from surgeon.analysis.spectrum_tables import damage_table, spectrum_table, values_table
+from surgeon.analysis.spectrum_journal import ByWindow, SingularValues, SpectrumJournal, Truncation
 from surgeon.analysis.subject import Subject
 from surgeon.errors import shown
-from surgeon.findings.spectrum import Spectrum, TargetRank, parse_ranks
+from surgeon.findings.spectrum import METHODS, Spectrum, TargetRank, parse_ranks
 from surgeon.language.operations.base import show_range
 from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
@@ -37,7 +37,7 @@ from surgeon.models.weights.decompose import Decomposition, decompose, truncate
 from surgeon.models.weights.whitening import SecondMoment, Whitening, whiten
 from surgeon.progress import Advance, progress
 from surgeon.quality.data import Windows
-from surgeon.quality.summary import perplexity, perplexity_interval
+from surgeon.quality.summary import ESTIMATE_COLUMNS, estimate, perplexity, perplexity_interval
 
 Method = Literal["whitened", "plain"]
 DEFAULT_RANKS = parse_ranks("1/8,1/4,1/2,3/4")
@@ -153,14 +153,13 @@ class _Work:
             self.truncations[matrix] = [Truncation(matrix, wanted.method, rank) for rank in ranks]
 
     def fill(self, journal: SpectrumJournal, windows: Windows, calibration: Windows) -> None:
-        """Find what the journal does not have yet."""
         todo = [m for m in self.all if m not in journal.spectra or journal.lacks_damage(self.truncations[m])]
         if journal.base_nll is not None and not todo:
             return
         measured = ProgramRun(self.model, self.program, windows.ids)
         reference = self._reference(measured, windows)
         if journal.base_nll is None:
-            journal.add_base(reference.nll())
+            journal.keep({"base": reference.nll().tolist()})
         if not todo:
             return
         damages = any(journal.lacks_damage(self.truncations[matrix]) for matrix in todo)
@@ -178,7 +177,9 @@ class _Work:
                             values = truncate(self.matrices.read(matrix), found.left, truncation.rank)
                             with self.matrices.replaced(matrix, values):
                                 nll, divergence = reference.quality(measured)
-                                journal.add_damage(truncation, {"nll": nll, "divergence": divergence})
+                                numbers = {"nll": nll.tolist(), "divergence": divergence.tolist()}
+                                asked = {"method": truncation.method, "rank": truncation.rank}
+                                journal.keep(_named(matrix) | asked | numbers)
                             ran(len(nodes) - measured.place)
                 if damages:
                     measured.step()
@@ -194,7 +195,6 @@ class _Work:
         return total, "steps", done
 
     def _reference(self, run: ProgramRun, windows: Windows) -> ReferenceText:
-        """What the model predicts as it is."""
         reference = ReferenceText(self.model, run)
         if not np.isfinite(reference.nll()).all():
             again = ProgramRun(self.model, self.program, windows.ids)
@@ -210,13 +210,15 @@ class _Work:
         methods = get_args(Method) if is_new else (self.wanted.method,)
         found = {name: decompose(values, whitening.factor if name == "whitened" else None) for name in methods}
         if is_new:
-            out_features, in_features = values.shape
-            plain = found["plain"].values
-            whitened = found["whitened"].values
-            about = ((out_features, in_features), plain, whitened, whitening.how, whitening.rank)
-            journal.add_spectrum(matrix, SingularValues(*about))
+            about = {"size": list(values.shape), "factor": whitening.how, "input_rank": whitening.rank}
+            singular = {name: one.values.tolist() for name, one in found.items()}
+            journal.keep(_named(matrix) | about | singular)
             ran(1)
         return found[self.wanted.method]
+
+
+def _named(matrix: Matrix) -> dict[str, Any]:
+    return {"layer": matrix.layer, "weight": matrix.role, "kind": matrix.sublayer.kind}
 
 
 def _whitenings(run: ProgramRun, matrices: list[Matrix]) -> dict[Matrix, Whitening]:
@@ -250,3 +252,73 @@ def _write(folder: Path, work: _Work, journal: SpectrumJournal, windows: Windows
     found = Spectrum(matrices, damage, values, value, curves, record=record)
     files = (*found.write(folder), folder / found.RECORD)
     return replace(found, files=files)
+
+
+PERCENTAGES = (90, 95, 99)
+DAMAGE_COLUMNS = ["layer", "weight", "method", "rank", "full_rank", "kept", *ESTIMATE_COLUMNS, "tokens"]
+
+
+def spectrum_table(spectra: Mapping[Matrix, SingularValues]) -> pd.DataFrame:
+    """One row per matrix, with the columns of `spectrum.csv`.
+
+    `rank95` is the number of singular values with 95% of the sum of squares, `kept95` the parameters of two factors of
+    that rank as a share of the matrix's; columns that end in `_whitened` are of W S. `factor` says how S was made,
+    `input_rank` how many independent directions the inputs have.
+    """
+    rows = []
+    for matrix, found in spectra.items():
+        out_features, in_features = found.size
+        row: dict[str, Any] = {"layer": matrix.layer, "weight": matrix.role}
+        row |= {"out_features": out_features, "in_features": in_features, "full_rank": min(found.size)}
+        for method, ending in METHODS.items():
+            values = found.plain if method == "plain" else found.whitened
+            ranks = {percent: energy_rank(values, percent / 100) for percent in PERCENTAGES}
+            row |= {f"rank{percent}{ending}": rank for percent, rank in ranks.items()}
+            row |= {f"kept{percent}{ending}": kept_parameters(*found.size, rank) for percent, rank in ranks.items()}
+            row[f"effective_rank{ending}"] = effective_rank(values)
+        rows.append(row | {"factor": found.factor, "input_rank": found.input_rank})
+    return pd.DataFrame(rows)
+
+
+def notes_on(table: pd.DataFrame) -> tuple[str, ...]:
+    """What a user should know about the calibration, one line each; `table` as `spectrum_table` makes it."""
+    short = table[table["input_rank"] < table["in_features"]]
+    if short.empty:
+        return ()
+    worst = short.assign(share=short["input_rank"] / short["in_features"]).sort_values("share").iloc[0]
+    note = (
+        f"the calibration text does not reach all inputs of {len(short)} of {len(table)} matrices (of "
+        f"{worst['weight']} of layer {worst['layer']} {worst['input_rank']} directions of {worst['in_features']}): "
+        "beyond these, their truncation is plain; more tokens to calibrate on help, unless inputs are always 0"
+    )
+    return (note,)
+
+
+def values_table(spectra: Mapping[Matrix, SingularValues]) -> pd.DataFrame:
+    """One row per singular value, with the columns of `singular_values.csv`; `index` counts from 0."""
+    tables = []
+    for matrix, found in spectra.items():
+        for method in METHODS:
+            values = found.plain if method == "plain" else found.whitened
+            about = {"layer": matrix.layer, "weight": matrix.role, "method": method, "index": range(len(values))}
+            tables.append(pd.DataFrame(about | {"value": values}))
+    return pd.concat(tables, ignore_index=True)
+
+
+def damage_table(
+    damage: Mapping[Truncation, ByWindow], spectra: Mapping[Matrix, SingularValues], predicted: int
+) -> pd.DataFrame:
+    """One row per truncation, with the columns of `damage.csv`; NaN where there is no interval.
+
+    Args:
+        predicted: how many tokens of the text are predicted in all.
+    """
+    rows = []
+    for truncation, quality in damage.items():
+        matrix = truncation.matrix
+        size = spectra[truncation.matrix].size
+        kept = kept_parameters(*size, truncation.rank)
+        about = (matrix.layer, matrix.role, truncation.method, truncation.rank, min(size), kept)
+        numbers = estimate(quality["nll"], quality["divergence"]).estimates.values()
+        rows.append((*about, *numbers, predicted))
+    return pd.DataFrame(rows, columns=DAMAGE_COLUMNS)

@@ -86,22 +86,7 @@ class SpectrumJournal(Journal):
         found = SingularValues((out_features, in_features), plain, whitened, line["factor"], line["input_rank"])
         self.spectra[matrix] = found
 
-    def add_base(self, nll: Values) -> None:
-        """Keep the unedited model's numbers."""
-        self.keep({"base": nll.tolist()})
-
-    def add_spectrum(self, matrix: Matrix, found: SingularValues) -> None:
-        """Keep a matrix's singular values."""
-        values = {"plain": found.plain.tolist(), "whitened": found.whitened.tolist()}
-        about = {"size": list(found.size), "factor": found.factor, "input_rank": found.input_rank}
-        self.keep(_named(matrix) | about | values)
-
-    def add_damage(self, truncation: Truncation, quality: ByWindow) -> None:
-        numbers = {name: values.tolist() for name, values in quality.items()}
-        self.keep(_named(truncation.matrix) | {"method": truncation.method, "rank": truncation.rank} | numbers)
-
     def lacks_damage(self, truncations: Iterable[Truncation]) -> bool:
-        """Whether any of these is still to be measured."""
         return any(truncation not in self.damage for truncation in truncations)
 
 
@@ -119,7 +104,3 @@ def read_findings(folder: Path) -> tuple[dict[str, Any], SpectrumJournal]:
     except (IndexError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{folder / JOURNAL} is damaged; run surgeon spectrum again on its folder") from error
     return identity, found
-
-
-def _named(matrix: Matrix) -> dict[str, Any]:
-    return {"layer": matrix.layer, "weight": matrix.role, "kind": matrix.sublayer.kind}

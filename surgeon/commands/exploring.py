@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 import pandas as pd
 import torch
 
-from surgeon.analysis import screen
 from surgeon.analysis.cells import SCANNED
+from surgeon.analysis.scan import rounds as rounds_of
 from surgeon.commands.check import RANKS, check
 from surgeon.commands.predict import predict
 from surgeon.commands.report import report
@@ -209,7 +209,7 @@ class Exploring:
         if self.maps:
             grid = "every stretch" if one.every == 1 else f"stretches of every {one.every} layers"
             maps: dict[str, Any] = {"operations": self.maps, "every": one.every}
-            maps["screen"] = len(screen.rounds(one.tokens // one.window)) > 1
+            maps["screen"] = len(rounds_of(one.tokens // one.window)) > 1
             yield "scan", grid, lambda at: scan(self.model, self.data, at, **maps, **text)
         if self._works("scan", ["similarity"]):
             using = next(iter(earlier("scan")), None)

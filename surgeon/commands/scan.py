@@ -119,8 +119,8 @@ def scan(
         OSError: if the folder cannot be written to.
     """
     from surgeon.analysis.cells import SCANNED, check_operations, select
+    from surgeon.analysis.scan import rounds
     from surgeon.analysis.scan import scan as measure
-    from surgeon.analysis.screen import rounds
     from surgeon.analysis.subject import open_subject
     from surgeon.commands.opening import as_list, as_range, warn
     from surgeon.opened import open_model

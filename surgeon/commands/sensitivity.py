@@ -44,7 +44,7 @@ def sensitivity(
         FileNotFoundError, ValueError: if the model or the text cannot be used, or the folder holds something else.
         OSError: if the folder cannot be written to.
     """
-    from surgeon.analysis.jacobian import Lanczos
+    from surgeon.analysis.sensitivity import Lanczos
     from surgeon.analysis.sensitivity import sensitivity as measure
     from surgeon.analysis.subject import open_subject
     from surgeon.commands.opening import warn

@@ -111,9 +111,8 @@ def spectrum(
     from surgeon.analysis.factors.calibration import load_calibration
     from surgeon.analysis.factors.matrices import parse_weights
     from surgeon.analysis.factors.rank_recipe import corrected_ranks, write_recipe
-    from surgeon.analysis.spectrum import request
+    from surgeon.analysis.spectrum import notes_on, request
     from surgeon.analysis.spectrum import spectrum as find
-    from surgeon.analysis.spectrum_tables import notes_on
     from surgeon.analysis.subject import open_subject
     from surgeon.commands.opening import as_list, as_range, warn
     from surgeon.findings.spectrum import parse_ranks

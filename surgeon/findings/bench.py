@@ -41,13 +41,16 @@ class Benchmark(RunResult):
     traces: tuple[Path, ...] = ()
 
     def __str__(self) -> str:
-        """Tables of at most 80 columns."""
         table = self.speeds
         parts = [hanging("", self.heading)]
         if "kernels" in self.record:  # not in older ones
             parts.append(hanging("kernels: ", self.record["kernels"]))
         parts += [hanging(f"{name}: ", line) for name, line in self.record.get("experts", {}).items()]
-        parts += ["", "Latency, medians over rounds", self._latency()]
+        lines = [["program", "batch", "first token", "prefill", "decode", "per token", "tokens/s"]]
+        lines.append(["", "", "ms", "ms", "ms", "ms", ""])
+        for _, row in table.iterrows():
+            lines.append([row["program"], str(row["batch"]), *(three_digits(row[name]) for name in COLUMNS)])
+        parts += ["", "Latency, medians over rounds", aligned(lines)]
         parts += ["", "One pass, on the rank that waits most", self._passes()]
         if "decode_launching_ms" in table:
             lines = [["program", "batch", "launched", "pass"], ["", "", "ms", "ms"]]
@@ -68,13 +71,6 @@ class Benchmark(RunResult):
             parts += ["", f"What {self.record['compression']} changes in predictions, nats per token", aligned(lines)]
         return "\n".join(parts)
 
-    def _latency(self) -> str:
-        lines = [["program", "batch", "first token", "prefill", "decode", "per token", "tokens/s"]]
-        lines.append(["", "", "ms", "ms", "ms", "ms", ""])
-        for _, row in self.speeds.iterrows():
-            lines.append([row["program"], str(row["batch"]), *(three_digits(row[name]) for name in COLUMNS)])
-        return aligned(lines)
-
     def _passes(self) -> str:
         lines = [["program", "batch", "pass", "compute", "waiting", "", "collectives", "bytes"]]
         lines.append(["", "", "", "ms", "ms", "", "", ""])
@@ -89,11 +85,10 @@ class Benchmark(RunResult):
                     share = f"{waiting / (compute + waiting):.0%}"
                 calls = row[f"{phase}_all_reduces"] + row[f"{phase}_all_gathers"]
                 counts = [f"{calls}+{row[f'{phase}_vocabulary_collectives']}", show_size(row[f"{phase}_bytes"])]
-                if phase == "prefill":
-                    begin = [row["program"], str(row["batch"])]
-                else:
-                    begin = ["", ""]
-                lines.append([*begin, phase, three_digits(compute), three_digits(waiting), share, *counts])
+                spent = [three_digits(compute), three_digits(waiting), share]
+                lines.append([row["program"], str(row["batch"]), phase, *spent, *counts])
+                if phase == "decode":
+                    lines[-1][:2] = ["", ""]
         return aligned(lines)
 
     def _ratios(self) -> str:

@@ -16,14 +16,6 @@ class Paragraph:
 
 
 @dataclass(frozen=True)
-class Heading:
-    """A heading inside a section."""
-
-    kind: ClassVar[str] = "heading"
-    text: str
-
-
-@dataclass(frozen=True)
 class Table:
     """A table; the first column heads its rows.
 

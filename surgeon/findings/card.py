@@ -123,7 +123,6 @@ def _digest(text: str) -> str:
 
 
 def _metadata(found: Surgery, name: str, inherited: Inherited, measured: Measured) -> ModelCardData:
-    """What stands at the head of the card, for the hub."""
     from huggingface_hub import EvalResult, ModelCardData
 
     carried = dict(inherited.metadata)
@@ -324,7 +323,7 @@ def quality(scores: tuple[CardScore, ...], name: str) -> Table:
 
 
 def speed(bench: Bench, name: str) -> Table:
-    """One row for each program and batch, and how much faster the checkpoint is."""
+    """Table a bench: a row for each program and batch."""
     head = ["program", "batch", "first token, ms", "per token, ms", "tokens/s", f"{name} is faster by"]
     columns = -1
     if len({one.program for one in bench.speeds}) > 1:
@@ -415,12 +414,11 @@ def _base(model: str | None) -> str:
 
 
 def one_line(text: str) -> str:
-    """A text without breaks."""
+    """Join the lines of a text."""
     return " ".join(text.split())
 
 
 def _link(text: str, target: str) -> str:
-    """A link; what would end it early is written so that it does not."""
     text = one_line(text).replace("[", "(").replace("]", ")")
     return f"[{text}](<{target.replace('<', '%3C').replace('>', '%3E')}>)"
 

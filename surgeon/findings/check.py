@@ -74,7 +74,6 @@ class Check(RunResult):
 
     @property
     def described(self) -> dict[str, str]:
-        """What the model is, by label."""
         return dict(self.record.get("facts", {}))
 
     def to_json(self) -> dict[str, object]:
@@ -96,7 +95,10 @@ class Check(RunResult):
             refused = [("refused", self.refused)]
         lines = [hanging(f"{label:<{AREA}}", text) for label, text in [*refused, *self.described.items()]]
         before = ""
-        for one, what in self._grouped():
+        grouped: dict[str, tuple[Verdict, list[str]]] = {}
+        for one in self:  # those of an area that say the same together; as text: NaN equals nothing
+            grouped.setdefault(str(one._replace(what="")), (one, []))[1].append(one.what)
+        for one, what in grouped.values():
             if one.area != before:
                 lines.append("")
             start = f"{one.area if one.area != before else '':<{AREA}}{one.works:<{WORKS + 1}}"
@@ -104,14 +106,6 @@ class Check(RunResult):
             lines.append(hanging(start, ", ".join(what) + (f": {said}" if said else "")))
             before = one.area
         return "\n".join(lines)
-
-    def _grouped(self) -> Iterator[tuple[Verdict, list[str]]]:
-        """Answers of an area that say the same, as the first of them, and what all of them are of."""
-        found: dict[str, tuple[Verdict, list[str]]] = {}
-        for one in self:
-            alike = found.setdefault(str(one._replace(what="")), (one, []))  # as text: NaN equals nothing
-            alike[1].append(one.what)
-        yield from found.values()
 
     def _repr_html_(self) -> str:
         shown = self.answers.assign(
@@ -162,7 +156,10 @@ class FamilyRow(NamedTuple):
 
     def cells(self, briefly: bool = False) -> list[str]:
         """As `HEAD` has them; briefly with how many things work, where it is not all of them."""
-        scan, search, ranks = (_in_words([*self._of(area)], briefly) for area in ("scan", "search", "ranks"))
+        scan, search, ranks = (
+            _in_words([one for one in self.verdicts if one.area == area], briefly)
+            for area in ("scan", "search", "ranks")
+        )
         said = {(one.area, one.what): one.why for one in self.verdicts if one.works != NO}
         forms = said.get(("export", "lp"), "")
         vllm = (said.get(("vllm", what), "") for what in ("lp", "lowrank"))
@@ -175,15 +172,11 @@ class FamilyRow(NamedTuple):
 
     @property
     def reasons(self) -> dict[str, list[str]]:
-        """Why something does not work, and what."""
         found: dict[str, list[str]] = {}
         for one in self.verdicts:
             if one.works != YES and one.what not in found.setdefault(one.why, []):
                 found[one.why].append(one.what)
         return found
-
-    def _of(self, area: str) -> Iterator[Verdict]:
-        return (one for one in self.verdicts if one.area == area)
 
 
 def _in_words(verdicts: Sequence[Verdict], briefly: bool) -> str:
@@ -239,9 +232,8 @@ class FamilyTable(RunResult):
         lines = [HEAD, ["---"] * len(HEAD), *(row.cells() for row in self.rows)]
         table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
         around = [f"- **{name}**: {said}" for name, said in self.record["wrappers"].items()]
-        return "\n".join([f"{PAGE}{table}\n", *map(_paragraph, self.rows), AROUND, *around, ""])
-
-
-def _paragraph(row: FamilyRow) -> str:
-    reasons = [f"    - {', '.join(f'`{one}`' for one in what)}: {why}" for why, what in row.reasons.items()]
-    return "\n".join([f"- **{row.name}** (`{row.model_type}`): {row.summary}", *reasons])
+        families = []
+        for row in self.rows:
+            families.append(f"- **{row.name}** (`{row.model_type}`): {row.summary}")
+            families += [f"    - {', '.join(f'`{one}`' for one in what)}: {why}" for why, what in row.reasons.items()]
+        return "\n".join([f"{PAGE}{table}\n", *families, AROUND, *around, ""])

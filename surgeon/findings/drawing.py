@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -24,7 +25,7 @@ from matplotlib.transforms import ScaledTranslation
 
 from surgeon.findings.blocks import Table
 from surgeon.processes.files import whole_file
-from surgeon.words import MOST_LAYERS, plural, tick
+from surgeon.words import MOST_LAYERS, number, plural, tick
 
 # Of kinds of things: they stay apart for colour-blind readers and in print, and by dash and mark without colour.
 COLOURS = ("#0072b2", "#d55e00", "#00835f", "#a3478a", "#8a6500", "#2f8fc9", "#6b3fa0", "#3f454d")
@@ -58,19 +59,6 @@ _WIDEST = 1700.0  # of a file's picture, in points
 POINTS = 72.0  # to the inch
 
 TIPS: WeakKeyDictionary[Artist, Sequence[str]] = WeakKeyDictionary()  # what is said of each of a line's points
-
-
-class Panel(Protocol):
-    """Axes with a title, which draw themselves."""
-
-    name: str
-    title: str
-    caption: str
-
-    @property
-    def size(self) -> tuple[float, float]: ...
-
-    def draw(self, axes: Axes) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -116,7 +104,6 @@ class Chart:
 
     @cached_property
     def figure(self) -> Figure:
-        """The page's."""
         figure, axes = panel(WIDTH, self.height, self.left, _BOTTOM, _RIGHT, _TOP)
         self.draw(axes)
         middle = 0.5 + (_BOTTOM - _TOP) / 2 / self.height
@@ -145,13 +132,14 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Picture:
-    """Panels side by side, under one legend of colours; a file of this name."""
+    """Panels side by side, under one heading and one legend of colours; a file of this name."""
 
     kind: ClassVar[str] = "gallery"
     items: Sequence[Any]
     caption: str = ""
     name: str = ""
     legend: Any = None
+    heading: str = ""
 
     @property
     def many(self) -> bool:
@@ -160,7 +148,6 @@ class Picture:
 
     @property
     def flat(self) -> bool:
-        """Maps wider than high."""
         return any(getattr(item, "flat", 0) for item in self.items)
 
 
@@ -175,7 +162,7 @@ def pictures_in(blocks: Iterable[Any]) -> Iterator[tuple[str, Picture]]:
 
 def sheet(picture: Picture, heading: str) -> Figure:
     """A picture as a figure of a file, all of its panels side by side, with its words."""
-    panels: Sequence[Panel] = picture.items
+    panels = picture.items
     width = max(one.size[0] for one in panels)
     height = max(one.size[1] for one in panels)
     across = min(len(panels), max(1, int(_WIDEST / width)))
@@ -272,20 +259,13 @@ def scale(
 
 def _log_ticks(low: float, high: float) -> list[float]:
     """At most eight, of which there are some within less than a decade, too."""
-    if high / low < 4:
-        found = MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
-    else:
-        found = next(
-            ticks
-            for subs in ((1.0, 2.0, 5.0), (1.0, 3.0), (1.0,))
-            if len(ticks := _inside(LogLocator(subs=subs, numticks=8).tick_values(low, high), low, high)) <= 8
-            or subs == (1.0,)
-        )
-    return _inside(found, low, high)
-
-
-def _inside(ticks: Any, low: float, high: float) -> list[float]:
-    return [float(value) for value in ticks if low <= value <= high]
+    subs = [(1.0, 2.0, 5.0), (1.0, 3.0), (1.0,)]
+    found = np.asarray(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high))
+    while high / low >= 4:
+        found = np.asarray(LogLocator(subs=subs.pop(0), numticks=8).tick_values(low, high))
+        if not subs or np.sum((low <= found) & (found <= high)) <= 8:
+            break
+    return [float(value) for value in found if low <= value <= high]
 
 
 def points(
@@ -344,6 +324,43 @@ def points(
     if marks and not inside.all():
         (hollow,) = axes.plot(x[~inside], shown[~inside], linestyle="", mfc=PAPER, mew=1.3, **mark, **look)
         TIPS[hollow] = [tip for tip, here in zip(said, inside, strict=True) if not here]
+
+
+def columns_chart(
+    table: pd.DataFrame,
+    lines: Mapping[str, tuple[str, int]],
+    rows: Iterable[str],
+    titles: tuple[str, str, str],
+    caption: str = "",
+    log: bool = True,
+    values: Table | None = None,
+) -> Chart:
+    """Draw columns of a table whose first column are layers, up to 1 or logarithmic.
+
+    Args:
+        lines: words and style of each column.
+        rows: what tips call the rows.
+        titles: of the chart and of its axes.
+        values: the page's table.
+    """
+    title, x, y = titles
+    layers = table.iloc[:, 0]
+    named = list(rows)
+
+    def draw(axes: Axes) -> None:
+        layers_across(axes, int(layers.min()), int(layers.max()))
+        numbers = table[list(lines)].to_numpy(dtype=float).ravel().tolist()
+        if not log:
+            numbers.append(1.0)
+        scale(axes, "y", numbers, log, zero=not log)
+        for column, (words, style) in lines.items():
+            shown = table[column]
+            tips = [f"{row}, {words}: {number(value)}" for row, value in zip(named, shown, strict=True)]
+            if log:  # a term that is 0 (GPT-NeoX has one) has no place there
+                shown = shown.where(shown > 0)
+            points(axes, layers, shown, tips, style, words)
+
+    return Chart(title, draw, x, y, caption, table=values)
 
 
 def rule(axes: Axes, value: float) -> None:

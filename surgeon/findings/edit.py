@@ -58,5 +58,5 @@ Choice = tuple[Edit, ...]  # in ascending order, each once: a point of a search
 
 
 def as_choice(edits: Iterable[Edit]) -> Choice:
-    """The edits as a choice."""
+    """Sort edits into a choice."""
     return tuple(sorted(set(edits)))

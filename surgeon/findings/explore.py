@@ -63,7 +63,6 @@ class Exploration(RunResult):
 
     @property
     def minutes(self) -> float:
-        """That it was given."""
         return float(self.record["minutes"])
 
     @property
@@ -73,12 +72,10 @@ class Exploration(RunResult):
 
     @property
     def left_out(self) -> Sequence[str]:
-        """What was not done, and why."""
         return [str(line) for line in self.record.get("left_out", ())]
 
     @property
     def next_steps(self) -> Sequence[NextStep]:
-        """What is worth doing next, in order."""
         return [NextStep(**one) for one in self.record.get("next", ())]
 
     @property
@@ -86,7 +83,6 @@ class Exploration(RunResult):
         return f"{self.label}, explored in {clock(self.spent)} of {self.minutes:g} minutes"
 
     def __str__(self) -> str:
-        """At most 80 columns, but for commands, which are whole."""
         lines = [self.heading, ""]
         rows = [*zip(self.steps["step"], self.steps["did"], strict=True), *(("left out", one) for one in self.left_out)]
         width = max((len(step) for step, _ in rows), default=0) + 2

@@ -10,6 +10,13 @@ from surgeon.findings.blocks import Block, Code, Finding, Paragraph, Table
 from surgeon.findings.result import RunResult
 from surgeon.words import number, plural
 
+_PROOF = {
+    "exact": "largest logit difference, relative, before rounding",
+    "written": "largest logit difference, relative, as written",
+    "tokens": "random tokens both were run on",
+    "dtype": "weights that had to be computed are stored as",
+}
+
 
 @dataclass(frozen=True, repr=False)
 class ExportRun(RunResult):
@@ -36,15 +43,25 @@ class ExportRun(RunResult):
         yield Paragraph(f"A checkpoint in {record['form']} form: {record.get('reason', '')}.")
         layers = record["source"].get("num_layers")
         depth = record.get("effective_depth")
+        when = "trained after the edit"
+        if record["source"].get("model") is None:
+            when = "trained"
+        training = ""
+        said = record.get("trained")
+        if isinstance(said, dict) and all(isinstance(said.get(name), int) for name in ("steps", "tokens")):
+            steps = plural(said["steps"], "step")
+            training = f"{steps} on {said['tokens']:,} tokens of {said.get('data')}, {said.get('method')}"
         rows = [
             ["effective depth", f"{depth:g} of {layers} layers" if isinstance(depth, int | float) and layers else ""],
             ["synchronisations on two ranks", str(record.get("sync_points_on_two_ranks", ""))],
-            [
-                "trained" if record["source"].get("model") is None else "trained after the edit",
-                _training(record.get("trained")),
-            ],
-            *_proof(record.get("proof", {})),
+            [when, training],
         ]
+        proof = record.get("proof", {})
+        for key, text in _PROOF.items():
+            value = proof.get(key, "")
+            if not isinstance(value, str):
+                value = number(float(value), 3)
+            rows.append([text, value])
         yield Table("What was written", ["", ""], [row for row in rows if row[1]], left=frozenset({1}))
         yield Code("Program", str(record.get("program", "")))
         if record.get("recipe"):
@@ -66,21 +83,3 @@ class ExportRun(RunResult):
 def from_scratch(data: Any) -> str:
     """What models from scratch go by where others go by their original: the text that they were trained on."""
     return f"models from scratch on {data}"
-
-
-def _training(said: Any) -> str:
-    if not isinstance(said, dict) or not all(isinstance(said.get(name), int) for name in ("steps", "tokens")):
-        return ""
-    return f"{plural(said['steps'], 'step')} on {said['tokens']:,} tokens of {said.get('data')}, {said.get('method')}"
-
-
-def _proof(proof: dict[str, Any]) -> list[list[str]]:
-    words = {
-        "exact": "largest logit difference, relative, before rounding",
-        "written": "largest logit difference, relative, as written",
-        "tokens": "random tokens both were run on",
-        "dtype": "weights that had to be computed are stored as",
-    }
-    return [
-        [text, v if isinstance(v := proof.get(key, ""), str) else number(float(v), 3)] for key, text in words.items()
-    ]

@@ -12,7 +12,7 @@ import pandas as pd
 
 from surgeon.findings.blocks import Block, Code, Finding, Paragraph, Table
 from surgeon.findings.drawing import Picture
-from surgeon.findings.training import TrainingRun, duration, held_out_charts, settings_table
+from surgeon.findings.training import TrainingRun, duration, held_out_charts, settings_table, trained_on
 from surgeon.quality.summary import UNKNOWN, Quality
 from surgeon.words import NO_VALUE, interval, listed, number, plural
 
@@ -47,11 +47,6 @@ class Regained:
     low: float
     high: float
     certain: bool
-
-    @property
-    def is_known(self) -> bool:
-        """Whether anything was lost of which a share could be told."""
-        return math.isfinite(self.share)
 
 
 NOTHING = Regained(math.nan, math.nan, math.nan, certain=False)
@@ -155,7 +150,11 @@ class HealRun(TrainingRun):
     def section(self) -> Iterator[Block]:
         record = self.record
         healing = self.healing
-        yield Paragraph(_what(record))
+        text = f"The edited model was trained for {trained_on(record)}."
+        text += f" Before and after, {int(record['healed']['tokens']):,} held-out tokens were predicted"
+        if record.get("held_out"):
+            text += f" ({record['held_out']})"
+        yield Paragraph(f"{text}.")
         back = _share(healing.of_perplexity), _share(healing.of_divergence)
         rows = []
         if healing.original:
@@ -183,8 +182,11 @@ class HealRun(TrainingRun):
         if original:
             rows = [["original", "", *_cells(original, divergence=False)]]
         marked: list[tuple[int, int]] = []
-        edits = _by_edit(runs)
-        for of_one_edit in edits:
+        edits: dict[str, list[Self]] = {}
+        for run in runs:  # those of one edited model on one text together
+            edited = [run.record.get(name) for name in ("program", "recipe", "held_out_hash", "edited")]
+            edits.setdefault(str(edited), []).append(run)
+        for of_one_edit in edits.values():
             which = ""
             if len(edits) > 1:
                 which = f", for {listed(run.name for run in of_one_edit)}"
@@ -203,34 +205,24 @@ class HealRun(TrainingRun):
     def summary(self) -> Iterator[Finding]:
         record = self.record
         healing = self.healing
+        edited = healing.edited
+        healed = healing.healed
         steps = plural(int(record["steps"]), "step")
         time = duration(float(record["seconds"]))
         text = (
             f"{steps} of training ({int(record['tokens']):,} tokens, {time}) brought the edited model's perplexity "
-            f"{_from_to(healing.edited.perplexity, healing.healed.perplexity)}"
+            f"from {number(edited.perplexity)} to {number(healed.perplexity)}"
         )
         if healing.original:
             text += f", the original's being {number(healing.original.perplexity)}"
         if healing.of_divergence:
-            text += f", and its divergence {_from_to(healing.edited.divergence, healing.healed.divergence)}"
+            text += f", and its divergence from {number(edited.divergence)} to {number(healed.divergence)}"
         text += f": {_verdict(healing)}.{_went_too_far(self.held_out)}"
         back = healing.of_divergence
         figure = ""
-        if back and back.is_known and back.certain:
+        if back and math.isfinite(back.share) and back.certain:
             figure = _percent(back.share)
         yield Finding("Trained", text, figure, "of the edit's divergence regained by healing" if figure else "")
-
-
-def _what(record: dict[str, Any]) -> str:
-    """How much was trained, and on which text."""
-    steps = int(record["steps"])
-    tokens = int(record["tokens"])
-    text = f"The edited model was trained for {plural(steps, 'step')} on {tokens:,} tokens"
-    if record.get("data"):
-        text += f" of {record['data']}"
-    text += f" in {duration(float(record['seconds']))}."
-    measured = f" Before and after, {int(record['healed']['tokens']):,} held-out tokens were predicted"
-    return text + measured + (f" ({record['held_out']})." if record.get("held_out") else ".")
 
 
 def _note(shares: Sequence[str]) -> str:
@@ -250,9 +242,9 @@ def _share(regained: Regained | None) -> str:
     """A share in words: 62% (55% to 70%), with a mark where the loss itself may be none."""
     if regained is None:
         return ""
-    if not regained.is_known:
-        if math.isnan(regained.share):
-            return "nothing lost"
+    if math.isnan(regained.share):
+        return "nothing lost"
+    if math.isinf(regained.share):
         return NO_VALUE
     text = _percent(regained.share) + ("" if regained.certain else f" {_UNTOLD}")
     if math.isnan(regained.low):
@@ -267,28 +259,21 @@ def _percent(share: float) -> str:
     return f"\N{MINUS SIGN}{text}"
 
 
-def _by_edit(runs: Sequence[HealRun]) -> list[list[HealRun]]:
-    """Runs of the same edited model on the same text together."""
-    groups: dict[tuple[str, ...], list[HealRun]] = {}
-    for run in runs:
-        edited = [str(run.record.get(name)) for name in ("program", "recipe", "held_out_hash", "edited")]
-        groups.setdefault(tuple(edited), []).append(run)
-    return list(groups.values())
-
-
-def _from_to(before: float, after: float) -> str:
-    return f"from {number(before)} to {number(after)}"
-
-
 def _verdict(healing: Healing) -> str:
-    """What that is of what was lost."""
     shares = {"log-perplexity": healing.of_perplexity, "divergence": healing.of_divergence}
     if all(one is None for one in shares.values()):
         return "what was lost is not known without the original"
-    known = {name: one for name, one in shares.items() if one and one.is_known}
+    known = {name: one for name, one in shares.items() if one and math.isfinite(one.share)}
     if not known:
         return "nothing was lost of which a share could be told"
-    parts = [_in_words(name, one) for name, one in known.items()]
+    parts = []
+    for name, one in known.items():
+        if one.share < 0:
+            parts.append(f"training has made its {name} worse")
+        elif one.share >= _AS_GOOD:
+            parts.append(f"all of what was lost in {name} is back")
+        else:
+            parts.append(f"{_percent(one.share)} of what was lost in {name} is back")
     unsure = [name for name, one in known.items() if not one.certain]
     caution = ""
     if unsure:
@@ -296,16 +281,7 @@ def _verdict(healing: Healing) -> str:
     return listed(parts) + caution
 
 
-def _in_words(name: str, regained: Regained) -> str:
-    if regained.share < 0:
-        return f"training has made its {name} worse"
-    if regained.share >= _AS_GOOD:
-        return f"all of what was lost in {name} is back"
-    return f"{_percent(regained.share)} of what was lost in {name} is back"
-
-
 def _went_too_far(table: pd.DataFrame) -> str:
-    """What to say where it was better before the end."""
     if table["divergence"].isna().any():
         return ""
     best = table.iloc[int(table["divergence"].argmin())]

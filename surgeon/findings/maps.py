@@ -43,24 +43,6 @@ _ROW = 22.0  # of a flat one
 _TICKS = (1.05, 1.10, 1.25, 1.5, 2.0, 3.0)  # of a base perplexity
 
 
-def largest_shown(perplexity: Sequence[float] | pd.Series[float], base: float, cap: float = CAP) -> float:
-    """Where the colours of these cells end.
-
-    At the worst cell, and at the latest at `cap` times the base; sooner where nearly all cells are far better, as when
-    one layer tolerates nothing and the others nearly everything.
-
-    Args:
-        perplexity: of the cells; NaN is none.
-    """
-    cells = pd.Series(perplexity, dtype=float).dropna()
-    worst = base
-    if len(cells):
-        worst = float(cells.max())
-    if worst > base * cap:
-        worst = base * (float(cells.quantile(MOST, interpolation="lower")) / base) ** _ROOM
-    return min(base * cap, max(base * LEAST_CAP, worst))
-
-
 def damage(ratio: Any) -> Any:
     """How far from the base's colour a multiple of its perplexity lies, in units of the scale's own.
 
@@ -89,51 +71,26 @@ def damage_scale(base: float, end: float) -> Normalize:
     return FuncNorm((lambda value: damage(value / base), lambda place: base * ratio_of(place)), base, end)
 
 
-def draw_map(
-    axes: Axes, values: pd.DataFrame, scale: Normalize, limit: float = math.nan, aspect: Any = "equal"
-) -> None:
-    """Values by index (down) and columns (across); NaN where there is no cell, infinity beyond the scale.
-
-    Args:
-        limit: a line fences in the cells up to this value.
-    """
-    cells = values.to_numpy(dtype=np.float64)
-    # Infinity would be left blank like a cell that does not exist.
-    shown = np.ma.masked_invalid(np.where(np.isposinf(cells), 1e6 * (scale.vmax or 1.0), cells))
-    axes.set_facecolor(NO_CELL)
-    axes.imshow(shown, cmap=colours(), norm=scale, interpolation="none", aspect=aspect)
-    known = ~np.isnan(cells)
-    within = cells <= limit
-    below = known[:-1] & known[1:] & (within[:-1] != within[1:])
-    beside = known[:, :-1] & known[:, 1:] & (within[:, :-1] != within[:, 1:])
-    edges = [[(column - 0.5, row + 0.5), (column + 0.5, row + 0.5)] for row, column in np.argwhere(below)]
-    edges += [[(column + 0.5, row - 0.5), (column + 0.5, row + 0.5)] for row, column in np.argwhere(beside)]
-    if edges:
-        for colour, width in (("#00000090", 2.2), ("#fefefe", 1.1)):
-            axes.add_collection(LineCollection(edges, colors=colour, lw=width, capstyle="projecting"), autolim=False)
-
-
-def label_map(axes: Axes, values: pd.DataFrame, across: int, down: int, size: float) -> None:
-    """Names of rows and columns, as many as there is room for."""
-    for axis, names, room in ((axes.xaxis, values.columns, across), (axes.yaxis, values.index, down)):
-        step = 1
-        while len(names) / step > room:
-            step *= 2
-        axis.set_ticks(range(0, len(names), step), labels=[name_of(name) for name in names[::step]])
-    axes.tick_params(labelsize=size, length=2)
-
-
 def name_of(value: Any) -> str:
-    """A row or a column as text."""
+    """Name a row or a column."""
     if isinstance(value, str):
         return value
     return f"{value:g}"
 
 
 def scale_of(grids: Sequence[pd.DataFrame], base: float, cap: float = CAP) -> tuple[Normalize, bool]:
-    """The scale of these maps, from the base perplexity to the largest that is shown, and whether some lie beyond."""
-    cells = pd.Series(np.concatenate([values.to_numpy().ravel() for values in grids]))
-    end = largest_shown(cells, base, cap)
+    """The scale of these maps, from the base perplexity to the largest that is shown, and whether some lie beyond.
+
+    Colours end at the worst cell, and at the latest at `cap` times the base; sooner where nearly all cells are far
+    better, as when one layer tolerates nothing and the others nearly everything.
+    """
+    cells = pd.Series(np.concatenate([values.to_numpy().ravel() for values in grids]), dtype=float).dropna()
+    worst = base
+    if len(cells):
+        worst = float(cells.max())
+    if worst > base * cap:
+        worst = base * (float(cells.quantile(MOST, interpolation="lower")) / base) ** _ROOM
+    end = min(base * cap, max(base * LEAST_CAP, worst))
     return damage_scale(base, end), bool((cells > end).any())
 
 
@@ -152,7 +109,6 @@ class Legend:
     capped: bool = False
 
     def bar(self, figure: Figure, **place: Any) -> Any:
-        """Draw the scale with its ticks."""
         extend = "neither"
         if self.capped:
             extend = "max"
@@ -174,7 +130,6 @@ class Legend:
         return bar
 
     def beside(self, figure: Figure, panels: Sequence[Axes]) -> None:
-        """Draw it beside the panels of a file."""
         bar = self.bar(figure, ax=panels, shrink=0.85, pad=0.02)
         bar.ax.tick_params(labelsize=9)
         beyond = ""
@@ -186,7 +141,6 @@ class Legend:
 
     @cached_property
     def figure(self) -> Figure:
-        """The page's."""
         figure, axes = panel(480, 32, 14, 20, 66, 0)
         bar = self.bar(figure, cax=axes, orientation="horizontal", extendfrac=0.06, extendrect=True)
         bar.solids.set_rasterized(True)
@@ -228,7 +182,6 @@ class Map:
 
     @property
     def words(self) -> str:
-        """The page's caption."""
         return self.caption
 
     @property
@@ -237,7 +190,6 @@ class Map:
 
     @property
     def inside(self) -> tuple[float, float]:
-        """The size of the axes."""
         down, across = self.values.shape
         if self.flat:
             return self.flat - self.left, _ROW * down
@@ -246,7 +198,6 @@ class Map:
 
     @property
     def left(self) -> float:
-        """Room for the names of rows."""
         if not self.flat:
             return _LEFT
         return min(14.0 + 6.2 * max(len(name_of(name)) for name in self.values.index), self.flat / 2)
@@ -257,16 +208,40 @@ class Map:
         return self.left + width + _RIGHT, _TOP + height + _BOTTOM
 
     def draw(self, axes: Axes) -> None:
-        draw_map(axes, self.values, self.scale, self.limit, aspect="auto" if self.flat else "equal")
-        label_map(axes, self.values, int(self.inside[0] / 24), len(self.values) if self.flat else 16, 11)
-        axes.tick_params(length=0, labelcolor=SOFT)
+        cells = self.values.to_numpy(dtype=np.float64)
+        # Infinity would be left blank like a cell that does not exist.
+        shown = np.ma.masked_invalid(np.where(np.isposinf(cells), 1e6 * (self.scale.vmax or 1.0), cells))
+        aspect: Any = "equal"
+        rows = 16
+        if self.flat:
+            aspect = "auto"
+            rows = len(self.values)
+        axes.set_facecolor(NO_CELL)
+        axes.imshow(shown, cmap=colours(), norm=self.scale, interpolation="none", aspect=aspect)
+        known = ~np.isnan(cells)
+        within = cells <= self.limit
+        below = known[:-1] & known[1:] & (within[:-1] != within[1:])
+        beside = known[:, :-1] & known[:, 1:] & (within[:, :-1] != within[:, 1:])
+        edges = [[(column - 0.5, row + 0.5), (column + 0.5, row + 0.5)] for row, column in np.argwhere(below)]
+        edges += [[(column + 0.5, row - 0.5), (column + 0.5, row + 0.5)] for row, column in np.argwhere(beside)]
+        if edges:
+            for colour, width in (("#00000090", 2.2), ("#fefefe", 1.1)):
+                axes.add_collection(
+                    LineCollection(edges, colors=colour, lw=width, capstyle="projecting"), autolim=False
+                )
+        across = int(self.inside[0] / 24)
+        for axis, names, room in ((axes.xaxis, self.values.columns, across), (axes.yaxis, self.values.index, rows)):
+            step = 1
+            while len(names) / step > room:
+                step *= 2
+            axis.set_ticks(range(0, len(names), step), labels=[name_of(name) for name in names[::step]])
+        axes.tick_params(labelsize=11, length=0, labelcolor=SOFT)
         axes.spines[:].set_visible(False)
         axes.set_xlabel(self.titles[0], fontsize=11, color=INK)
         axes.set_ylabel(self.titles[1], fontsize=11, color=INK)
 
     @cached_property
     def figure(self) -> Figure:
-        """The page's."""
         figure, axes = panel(*self.size, self.left, _BOTTOM, _RIGHT, _TOP)
         self.draw(axes)
         return figure

@@ -195,7 +195,6 @@ def _files(path: Path) -> list[Path]:
 
 
 def _reader(file: Path, record: dict[str, Any]) -> tuple[str, Callable[..., Iterator[CardScore | Bench]]]:
-    """The command that wrote a record, and what reads it."""
     results = record.get("results")
     if isinstance(results, dict) and isinstance(record.get(PROVENANCE_KEY), dict):
         return "eval --tasks", _tasks

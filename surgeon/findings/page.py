@@ -10,7 +10,6 @@ import json
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
@@ -168,7 +167,6 @@ def legend_keys(figure: Figure) -> list[tuple[Figure, str]]:
 
 
 def _legend_sample(handle: Artist | BarContainer) -> Figure:
-    """A sample of how a line or an area is drawn, for a legend."""
     figure = Figure(figsize=(26 / POINTS, 14 / POINTS))
     if isinstance(handle, BarContainer):
         handle = handle.patches[0]
@@ -266,7 +264,7 @@ def write_page(paths: Iterable[Path], output: Path) -> list[Chapter]:
 
 
 def render(chapters: Sequence[Chapter]) -> str:
-    """The page as text."""
+    """Render the page as text."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -296,12 +294,12 @@ def chapters_of(paths: Iterable[Path]) -> list[Chapter]:
     exported: dict[Path, str] = {}
     for run in runs:
         if isinstance(run, ExportRun):
-            with _named(run):
+            with named(run.files[0], run.COMMAND):
                 exported[run.files[0].parent.resolve()] = _key(run)
     groups: dict[str, list[RunResult]] = {}
     for run in runs:
         # What was measured on an exported checkpoint belongs to the model it was made of.
-        with _named(run):
+        with named(run.files[0], run.COMMAND):
             groups.setdefault(exported.get(Path(run.model).resolve(), _key(run)), []).append(run)
     return [
         _chapter(number, "" if key.startswith("name ") else key, group)
@@ -331,10 +329,6 @@ def read_runs(path: Path) -> list[RunResult]:
     return runs
 
 
-def _named(run: RunResult) -> AbstractContextManager[None]:
-    return named(run.files[0], run.COMMAND)
-
-
 def _key(run: RunResult) -> str:
     return run.model_hash or f"name {run.model}"
 
@@ -347,7 +341,7 @@ def _chapter(number: int, model_hash: str, runs: Sequence[RunResult]) -> Chapter
     missing: list[str] = []
     for run in ordered:
         name = _name_if_several(run, runs)
-        with _named(run):
+        with named(run.files[0], run.COMMAND):
             if name:
                 summary += [
                     replace(one, lead=f"{one.lead} ({name})", label=f"{one.label} ({name})") for one in run.summary()
@@ -375,21 +369,19 @@ def _section(anchor: str, run: RunResult, runs: Sequence[RunResult]) -> Section:
     of_kind = [other for other in runs if type(other) is type(run)]
     record = run.provenance(run.record)
     names = [name for name in _FIRST if name in record] + [name for name in record if name not in _FIRST]
-    with _named(run):
+    with named(run.files[0], run.COMMAND):
         blocks = list(run.section())
         if run is of_kind[-1]:
             blocks += run.together(of_kind)
         for block in blocks:
             for panel in getattr(block, "items", [block]):
                 getattr(panel, "figure", None)  # drawn here, so that an error names the run
-    provenance = [("file", str(run.files[0])), *((each, _value(record[each])) for each in names)]
+    provenance = [("file", str(run.files[0]))]
+    for each in names:
+        text = str(record[each])
+        if not isinstance(record[each], str):
+            text = json.dumps(record[each], ensure_ascii=False)
+        if len(text) > _LONGEST_VALUE:
+            text = f"{text[:_LONGEST_VALUE]} … ({len(text):,} characters)"
+        provenance.append((each, text))
     return Section(anchor, run.name, f"{run.TITLE}: {name}" if name else run.TITLE, blocks, provenance)
-
-
-def _value(value: Any) -> str:
-    text = str(value)
-    if not isinstance(value, str):
-        text = json.dumps(value, ensure_ascii=False)
-    if len(text) <= _LONGEST_VALUE:
-        return text
-    return f"{text[:_LONGEST_VALUE]} … ({len(text):,} characters)"

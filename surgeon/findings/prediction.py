@@ -63,7 +63,6 @@ class Predictions(RunResult):
     cells: Sequence[Any] = ()
 
     def __str__(self) -> str:
-        """Tables of at most 80 columns; behind them how ranks share experts, where that was open."""
         table = self.speeds
         parts = [hanging("", self.heading), ""]
         if self.record["swept"]:
@@ -81,7 +80,6 @@ class Predictions(RunResult):
         return "\n".join(parts)
 
     def _sweep(self) -> str:
-        """A line for each cell, and what its marks stand for."""
         table = self.speeds
         axes = swept_axes(self.speeds)
         lines = [["program", *axes, "first", "per token", "tokens/s", "speedup", "comm.", "memory"]]
@@ -122,11 +120,9 @@ class Predictions(RunResult):
                 spent = [three_digits(value) for value in (*(row[f"{phase}_{part}_ms"] for part in PARTS), hidden)]
                 calls = int(row[f"{phase}_all_reduces"] + row[f"{phase}_all_gathers"])
                 counts = [f"{calls}+{int(row[f'{phase}_vocabulary_collectives'])}", show_size(row[f"{phase}_bytes"])]
-                if phase == "prefill":
-                    begin = [row["program"], str(row["batch"])]
-                else:
-                    begin = ["", ""]
-                lines.append([*begin, phase, *spent, *counts])
+                lines.append([row["program"], str(row["batch"]), phase, *spent, *counts])
+                if phase == "decode":
+                    lines[-1][:2] = ["", ""]
         return aligned(lines)
 
     def section(self) -> Iterator[Block]:
@@ -188,7 +184,6 @@ def words_of(axis: str, value: int) -> str:
 
 
 def _passes(table: pd.DataFrame) -> list[Chart]:
-    """Both passes of every program, by what their time goes to."""
     return [_pass(table, phase) for phase in ("prefill", "decode") if table[f"{phase}_compute_ms"].notna().any()]
 
 
@@ -214,12 +209,10 @@ def _lines(table: pd.DataFrame) -> Iterator[Chart]:
 
     Where more than two axes are swept, the charts are of the first value of the others.
     """
-    several = table["program"].nunique() > 1
     column = "tokens_per_second"
-    if several:
-        column = "tokens_per_second_speedup"
     title = "new tokens per second"
-    if several:
+    if table["program"].nunique() > 1:
+        column = "tokens_per_second_speedup"
         title = f"tokens/s, times {table['program'].iloc[0]}"
     along, by, table = drawn_axes(table)
     for value in list(table[by].unique())[:_MOST_CHARTS]:
@@ -286,7 +279,6 @@ class BestPrograms(RunResult):
     choices: Sequence[Any] = ()
 
     def __str__(self) -> str:
-        """One table for each link: batches down, ranks across, each with its winner and what it wins."""
         unfit = ""
         if (self.winners["winner"] == "").any():
             unfit = " (-: it does not fit into memory)"
@@ -383,7 +375,6 @@ class DraftRun(RunResult):
     speeds: pd.DataFrame
 
     def __str__(self) -> str:
-        """A table of at most 80 columns, and below it what was refused."""
         lines = [["ranks", "batch", "accepted", "ahead", "draft", "verify", "tokens/s", "dense", "times", "alone"]]
         lines.append(["", "", "", "", "ms", "ms", "", "", "", "times"])
         for _, row in self.speeds.iterrows():

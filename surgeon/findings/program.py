@@ -21,9 +21,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Circle, FancyBboxPatch, Patch
 
 from surgeon.checkpoint.sizes import sizes_text
+from surgeon.findings.drawing import save
 from surgeon.language.program import Fork, Node, Program, Step, layer_nodes, steps_of
 from surgeon.language.sublayer import ATTENTION, UNITS, Sublayer
-from surgeon.processes.files import whole_file
 
 _ATTENTION = "#3b75af"
 _FEED_FORWARD = "#e8842c"
@@ -50,27 +50,21 @@ _INCHES = 0.95  # per unit
 
 
 def draw_program(program: Program, num_layers: int, steps_per_layer: int, title: str, path: Path) -> Path:
-    """Write the picture as a PNG.
+    """Write the picture as a PNG; arguments as in `program_figure`."""
+    return save(program_figure(program, num_layers, steps_per_layer, title), path)
+
+
+def program_figure(program: Program, num_layers: int, steps_per_layer: int, title: str = "") -> Figure:
+    """The picture, on axes whose units are steps.
 
     Args:
         num_layers: of the unedited model.
         steps_per_layer: of its family.
         title: above the picture.
-
-    Returns:
-        The path.
     """
-    figure = program_figure(program, num_layers, steps_per_layer, title)
-    with whole_file(path) as partial:
-        figure.savefig(partial, format="png")
-    return path
-
-
-def program_figure(program: Program, num_layers: int, steps_per_layer: int, title: str = "") -> Figure:
-    """The picture, on axes whose units are steps; arguments as in `draw_program`."""
     items = list(outline(program, num_layers, steps_per_layer))
     rows = _rows(items)
-    heights = [(_height(row, above=True), _height(row, above=False)) for row in rows]
+    heights = [(_height(row, 1), _height(row, -1)) for row in rows]
     width = max(_ROW_WIDTH / 2, *(sum(map(_width, row)) for row in rows)) + 1.2
     height = sum(up + down for up, down in heights) + 1.5
     figure = Figure(figsize=(width * _INCHES, height * _INCHES), dpi=160)
@@ -83,7 +77,13 @@ def program_figure(program: Program, num_layers: int, steps_per_layer: int, titl
     y = 0.0
     for number, (row, (up, down)) in enumerate(zip(rows, heights, strict=True)):
         y -= up
-        _draw_row(axes, row, y, first=number == 0, last=number == len(rows) - 1)
+        end = _draw_nodes(axes, row, 0.0, y)
+        begins = "in" if number == 0 else "..."
+        ends = "out" if number == len(rows) - 1 else "..."
+        for x, text in ((-0.32, begins), (end + 0.2, ends)):
+            axes.text(x, y, text, ha="center", va="center", fontsize=8, color=_STREAM)
+        start = -0.15  # left of where a late step that begins the row reads
+        axes.plot([start, end], [y, y], color=_STREAM, linewidth=1.6, zorder=1)
         y -= down
     _legend(axes, rows, y - 0.1)
     return figure
@@ -124,7 +124,7 @@ def _stack(item: Item) -> float:
     if isinstance(item, Step):
         return _ABOVE + sum(_box_height(sublayer) + _BOX_GAP for sublayer in item.sublayers)
     if isinstance(item, Fork):
-        return sum(_lane(branch) for branch in item.branches) + 0.1
+        return sum(_both_sides(branch) for branch in item.branches) + 0.1
     return _ABOVE + _BOX_HEIGHT + _BOX_GAP
 
 
@@ -142,17 +142,13 @@ def _size_lines(item: LayersInOrder) -> list[str]:
     return []
 
 
-def _lane(branch: Sequence[Node]) -> float:
-    """The height of a branch with its own stream."""
-    return _height(branch, above=True) + _height(branch, above=False)
+def _both_sides(row: Sequence[Item]) -> float:
+    return _height(row, 1) + _height(row, -1)
 
 
-def _height(row: Sequence[Item], above: bool) -> float:
-    sides = _sides(row)
-    wanted = -1
-    if above:
-        wanted = 1
-    reached = [_stack(item) for item, side in zip(row, sides, strict=True) if side == wanted]
+def _height(row: Sequence[Item], wanted: int) -> float:
+    """How far a row reaches above the stream (1) or below it (-1)."""
+    reached = [_stack(item) for item, side in zip(row, _sides(row), strict=True) if side == wanted]
     reached += [_stretch_height(item) / 2 for item in row if isinstance(item, LayersInOrder)]
     return max(reached, default=0.1) + 0.1
 
@@ -167,14 +163,6 @@ def _sides(row: Sequence[Item]) -> list[int]:
 
 
 # -- drawing --
-
-
-def _draw_row(axes: Axes, row: Sequence[Item], y: float, first: bool, last: bool) -> None:
-    end = _draw_nodes(axes, row, 0.0, y)
-    for x, text in ((-0.32, "in" if first else "..."), (end + 0.2, "out" if last else "...")):
-        axes.text(x, y, text, ha="center", va="center", fontsize=8, color=_STREAM)
-    start = -0.15  # left of where a late step that begins the row reads
-    axes.plot([start, end], [y, y], color=_STREAM, linewidth=1.6, zorder=1)
 
 
 def _draw_nodes(axes: Axes, nodes: Sequence[Item], x: float, y: float) -> float:
@@ -234,8 +222,8 @@ def _draw_fork(axes: Axes, fork: Fork, span: tuple[float, float], y: float) -> N
     read, plus = span
     below = y + 0.1
     for branch in reversed(fork.branches):  # the first on top
-        lane = below + _height(branch, above=False)
-        below += _lane(branch)
+        lane = below + _height(branch, -1)
+        below += _both_sides(branch)
         end = _draw_nodes(axes, branch, read + 0.2, lane)
         axes.plot([read, read, plus, plus], [y, lane, lane, y], color=_STREAM, linewidth=1.1, zorder=1)
         axes.plot([read + 0.2, end], [lane, lane], color=_STREAM, linewidth=1.6, zorder=1)
@@ -252,7 +240,6 @@ def _box(
     color: str,
     below: Sequence[str] = (),
 ) -> None:
-    """A box with a text, and smaller lines below it."""
     left, right = span
     shape = FancyBboxPatch(
         (left, y - height / 2),
@@ -371,7 +358,9 @@ Item = Step | Fork | Same | LayersInOrder | LeftOut
 
 def outline(program: Program, num_layers: int, steps_per_layer: int) -> Iterator[Item]:
     """The program's nodes, with stretches of layers in order as one item and what is left out where it would be."""
-    missing = _left_out(program, num_layers, steps_per_layer)
+    used = {(one.kind, layer) for one in program.sublayers() for layer in one.layers}
+    dense = Program.dense(num_layers, steps_per_layer).sublayers()
+    missing = [sublayer for sublayer in dense if (sublayer.kind, sublayer.layers[0]) not in used]
     whole = program.whole().nodes
     same = _same_nodes(whole, steps_per_layer)
     at = 0
@@ -407,14 +396,7 @@ def outline_text(program: Program, num_layers: int, steps_per_layer: int) -> str
 
 
 def _place(sublayer: Sublayer) -> tuple[int, bool]:
-    """Sorts sublayers as the unedited model has them."""
     return min(sublayer.layers), sublayer.kind != ATTENTION
-
-
-def _left_out(program: Program, num_layers: int, steps_per_layer: int) -> list[Sublayer]:
-    used = {(one.kind, layer) for one in program.sublayers() for layer in one.layers}
-    dense = Program.dense(num_layers, steps_per_layer).sublayers()
-    return [sublayer for sublayer in dense if (sublayer.kind, sublayer.layers[0]) not in used]
 
 
 def _same_nodes(nodes: Sequence[Node], steps_per_layer: int) -> set[int]:
@@ -444,17 +426,14 @@ def _layers_in_order(nodes: Sequence[Node], at: int, same: set[int], steps_per_l
             return layers
         if _sizes(here.nodes) != sizes:
             return layers
-        if end < len(nodes) and _is_late(nodes[end]):
+        behind = nodes[end : end + 1]
+        if any(isinstance(node, Step) and node.late for node in behind):
             return layers  # what reads in front of a plus needs it to be seen
         layers += 1
 
 
 def _sizes(nodes: Sequence[Node]) -> tuple[tuple[str, int], ...]:
     return tuple(entry for node in nodes for sublayer in _sublayers(node) for entry in sublayer.sizes)
-
-
-def _is_late(node: Node) -> bool:
-    return isinstance(node, Step) and node.late
 
 
 def _sublayers(node: Node) -> list[Sublayer]:

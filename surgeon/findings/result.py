@@ -53,7 +53,6 @@ class TableFile:
     missing: str = "nan"
 
     def write(self, folder: Path, table: pd.DataFrame) -> Path:
-        """Write the table, whole or not there; returns its path."""
         write_table(folder / self.name, table, self.digits, self.missing)
         return folder / self.name
 
@@ -224,7 +223,6 @@ class RunResult:
 
     @property
     def model(self) -> str:
-        """As the user named it."""
         return self.model_of(self.record)[0]
 
     @property
@@ -234,7 +232,6 @@ class RunResult:
 
     @property
     def label(self) -> str:
-        """The model's name in titles."""
         return public(self.model) or Path(self.model).resolve().name
 
     @property
@@ -250,7 +247,6 @@ class RunResult:
         return str(self.record["heading"])
 
     def write(self, folder: Path) -> list[Path]:
-        """Write the tables that there are, and last the record, which says that all is there; returns the tables."""
         found = ((table, getattr(self, name)) for name, table in self.TABLES.items())
         written = [table.write(folder, rows) for table, rows in found if not (table.optional and rows.empty)]
         write_json(folder / self.RECORD, self.record)
@@ -269,7 +265,6 @@ class RunResult:
         return ()
 
     def missing(self) -> Iterable[str]:
-        """What it leaves out."""
         return ()
 
     @classmethod
@@ -279,7 +274,6 @@ class RunResult:
 
     @property
     def picture_title(self) -> str:
-        """Above every picture of a file."""
         return str(self.record.get("heading") or self.label)
 
     def pictures(self) -> dict[str, Picture]:

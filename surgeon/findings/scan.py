@@ -103,7 +103,6 @@ class Scan(RunResult):
 
     @cached_property
     def touched(self) -> ScanTable:
-        """The cells, ready to be asked."""
         return ScanTable.of(self.cells, self.base_perplexity, self.record)
 
     @property
@@ -119,8 +118,7 @@ class Scan(RunResult):
 
         A map of its own has a scale of its own, so that small damage can be told apart; side by side they share one.
         """
-        found = self._maps.heatmaps
-        return found | self._maps.each | super().pictures()
+        return self._maps.files() | super().pictures()
 
     def section(self) -> Iterator[Block]:
         scan = self.touched
@@ -139,7 +137,9 @@ class Scan(RunResult):
         tokens = record.get("tokens_predicted") or int(table["tokens"].max())
         source = record.get("data", "text")
         text = f"{plural(tokens, 'predicted token')} of {source}"
-        parts = [f"{plural(len(table), 'cell')}, each {_what_a_cell_is(table)}; {text}."]
+        varied = dict.fromkeys(named_across(str(name)) for name in table["operation"].unique())
+        kinds = ["a stretch of layers" if one is None else f"a layer and a value of {one}" for one in varied]
+        parts = [f"{plural(len(table), 'cell')}, each {listed(kinds, 'or')}; {text}."]
         least = int(table["tokens"].min())
         if least < table["tokens"].max():
             parts.append(f"Screened: a cell rests on {least:,} to {int(table['tokens'].max()):,} of them.")
@@ -190,11 +190,6 @@ class Scan(RunResult):
             yield f"The scan has not every stretch: {part[:1].lower() + part[1:]}"
 
 
-def _what_a_cell_is(table: pd.DataFrame) -> str:
-    varied = dict.fromkeys(named_across(str(name)) for name in table["operation"].unique())
-    return listed(("a stretch of layers" if one is None else f"a layer and a value of {one}" for one in varied), "or")
-
-
 def _only_part(record: dict[str, Any], num_layers: int) -> str:
     """Which stretches were left out on purpose."""
     if record.get("earlier"):
@@ -229,12 +224,25 @@ def _spread_of_orders(orders: pd.DataFrame) -> str:
 
 
 def _pairs(scan: ScanTable, operation: str) -> Finding:
-    """How many layers can run as pairs."""
     name = "two by two"
     if operation == PAIRS:
         name = "as LP pairs"
     reached = _by_stretch(scan, operation)
-    text = " ".join(_pairs_sentence(scan, operation, allowed, cell) for allowed, cell in reached)
+    sentences = []
+    for allowed, cell in reached:
+        if cell is None:
+            sentences.append(
+                f"No stretch stays within {listed(map(allowance, allowed), 'or')} of the unedited perplexity."
+            )
+            continue
+        further = ""
+        if allowed[1:]:
+            further = f"; allowing {listed(map(allowance, allowed[1:]), 'or')} reaches no further"
+        sentences.append(
+            f"Within {allowance(allowed[0])} of the perplexity: {stretch(int(cell['first']), int(cell['last']))}, for "
+            f"an effective depth of {scan.depth(operation, int(cell['changed'])):g} of {scan.num_layers}{further}."
+        )
+    text = " ".join(sentences)
     if operation == PAIRS_OF_STREAMS:
         text += " This is 2-Parallel, each layer with a stream of its own; LP pairs themselves were not scanned."
     rows = [
@@ -264,39 +272,14 @@ def _pairs(scan: ScanTable, operation: str) -> Finding:
 
 
 def _by_stretch(scan: ScanTable, operation: str) -> list[tuple[list[float], pd.Series[Any] | None]]:
-    """The longest stretch for each tolerance, tolerances with the same one together."""
-    found: list[tuple[list[float], pd.Series[Any] | None]] = []
-    for tolerance in TOLERANCES:
-        cell = longest_within(scan, operation, tolerance)
-        before = None
-        if found:
-            before = found[-1][1]
-        same = bool(found) and (
-            before is cell or (before is not None and cell is not None and before.name == cell.name)
-        )
-        if same:
-            found[-1][0].append(tolerance)
-        else:
-            found.append(([tolerance], cell))
-    return found
-
-
-def _pairs_sentence(scan: ScanTable, operation: str, allowed: list[float], cell: pd.Series[Any] | None) -> str:
-    if cell is None:
-        return f"No stretch stays within {listed(map(allowance, allowed), 'or')} of the unedited perplexity."
-    depth = scan.depth(operation, int(cell["changed"]))
-    assert depth is not None, "pairs save half their layers in every family"
-    further = ""
-    if allowed[1:]:
-        further = f"; allowing {listed(map(allowance, allowed[1:]), 'or')} reaches no further"
-    return (
-        f"Within {allowance(allowed[0])} of the perplexity: {stretch(int(cell['first']), int(cell['last']))}, for an "
-        f"effective depth of {depth:g} of {scan.num_layers}{further}."
-    )
+    cells = {tolerance: longest_within(scan, operation, tolerance) for tolerance in TOLERANCES}
+    found: dict[Any, tuple[list[float], pd.Series[Any] | None]] = {}
+    for tolerance, cell in cells.items():
+        found.setdefault(None if cell is None else cell.name, ([], cell))[0].append(tolerance)
+    return list(found.values())
 
 
 def _removal(scan: ScanTable) -> Finding:
-    """Which single layers cost least and most to leave out."""
     cells = single_layers(scan)
     count = min(_NAMED, len(cells) // 2)
     least = cells.head(count)
@@ -327,7 +310,16 @@ def _untouchable(scan: ScanTable) -> Finding:
     by_kinds: dict[tuple[str, ...], list[int]] = {}
     for layer, names in sorted(kinds.items()):
         by_kinds.setdefault(tuple(names), []).append(layer)
-    sentences = [_untouchable_sentence(layers, names, len(scan.operations)) for names, layers in by_kinds.items()]
+    sentences = []
+    for kinds_of, layers in by_kinds.items():
+        one = len(layers) == 1
+        changes = "measured change"
+        if len(kinds_of) != len(scan.operations):
+            changes = listed(kinds_of, "or")
+        sentences.append(
+            f"{_layers(layers).capitalize()}: no {changes} that includes {'it' if one else 'one of them'} stays within "
+            f"{allowance(_LIMIT)} of the perplexity."
+        )
     if not kinds:
         every = (
             f"Every layer is part of some change of every scanned kind within {allowance(_LIMIT)} of the perplexity."
@@ -346,17 +338,10 @@ def _untouchable(scan: ScanTable) -> Finding:
         what = f"no measured way to {how} {it}"
     figure = "no layer"
     if alone:
-        figure = f"{'layer' if len(alone) == 1 else 'layers'} {layer_list(alone)}"
+        figure = _layers(alone)
     label = f"{'is' if len(alone) < 2 else 'are'} never to be touched: {what} within {allowance(_LIMIT)}"
     return Finding("Layers never to touch", " ".join(sentences), figure, label)
 
 
-def _untouchable_sentence(layers: list[int], names: tuple[str, ...], operations: int) -> str:
-    it = "one of them"
-    if len(layers) == 1:
-        it = "it"
-    which = f"{'Layer' if len(layers) == 1 else 'Layers'} {layer_list(layers)}"
-    change_words = "measured change"
-    if len(names) != operations:
-        change_words = listed(names, "or")
-    return f"{which}: no {change_words} that includes {it} stays within {allowance(_LIMIT)} of the perplexity."
+def _layers(layers: list[int]) -> str:
+    return f"{'layer' if len(layers) == 1 else 'layers'} {layer_list(layers)}"

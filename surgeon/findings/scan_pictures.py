@@ -38,7 +38,7 @@ _MOST_POINTS = 0.8  # of the points of a chart lie well inside it
 
 
 def charts(scan: ScanTable) -> Iterator[Block]:
-    """All charts that the scanned operations allow."""
+    """Draw all charts that the scanned operations allow."""
     best = {name: cells for name in scan.operations if len(cells := best_by_depth(scan, name))}
     side_by_side = []
     if removed := _removing_one(scan):
@@ -60,7 +60,6 @@ def charts(scan: ScanTable) -> Iterator[Block]:
 
 
 def _style(operation: str) -> int:
-    """Each operation looks the same in all charts."""
     if operation in HEATMAPS:
         return HEATMAPS[operation].style
     return 0
@@ -162,7 +161,7 @@ def _by_end(scan: ScanTable, operation: str) -> Chart:
 
 
 def reach_table(scan: ScanTable) -> Table:
-    """How far each operation goes within each tolerance."""
+    """Table how far each operation goes within each tolerance."""
     rows = []
     for operation in scan.operations:
         row = [title_of(operation)]
@@ -212,61 +211,47 @@ class ScanMaps:
         return [name for name in self._cells if (varied_by(name) is None) == over_stretches]
 
     def _legend(self, names: list[str]) -> Legend:
-        """The scale of some maps."""
         base = self.scan.base
         colours, capped = scale_of([self._cells[name][["perplexity"]] for name in names], base, self.cap)
         title = f"Colours: perplexity over that of the unedited model, {number(base)}"
         return Legend(colours, title, base, capped)
 
-    @property
-    def heatmaps(self) -> dict[str, Picture]:
-        """The picture of several operations over stretches side by side, by its name."""
+    def files(self) -> dict[str, Picture]:
+        """Draw `heatmaps`, all over stretches on one scale, and `heatmap-NAME` of each on its own."""
+        found = {}
         names = self._names(over_stretches=True)
         if len(names) > 1:
-            return {"heatmaps": self._side_by_side(names)}
-        return {}
+            found["heatmaps"] = self._side_by_side(names)
+        return found | {f"heatmap-{name}": self._picture([name]) for name in self._cells}
 
-    @property
-    def each(self) -> dict[str, Picture]:
-        """A picture of each operation, with a scale of its own."""
-        found = {}
-        for name in self._cells:
-            legend = self._legend([name])
-            found[f"heatmap-{name}"] = Picture([self._map(name, legend.scale)], self._colours, legend=legend)
-        return found
-
-    @property
-    def _colours(self) -> str:
-        return (
+    def _picture(self, names: list[str], caption: str = "", shared: str = "") -> Picture:
+        legend = self._legend(names)
+        maps = [
+            self._of_values(name, legend.scale) if varied_by(name) else self._over_stretches(name, legend.scale)
+            for name in names
+        ]
+        colours = (
             f"Colour: perplexity over that of the unedited model, {number(self.scan.base)}. The line fences in the "
             f"cells within {allowance(MARKED)}."
         )
+        return Picture(maps, f"{caption} {colours} {shared}".strip(), legend=legend)
 
     def _side_by_side(self, names: list[str]) -> Picture:
-        legend = self._legend(names)
-        maps = [self._map(name, legend.scale) for name in names]
-        axes = "First layer of the stretch down, last layer across; the diagonal is single layers."
         shared = ""
         if len(names) > 1:
-            shared = " These maps share one scale, that of heatmaps.png."
-        return Picture(maps, f"{axes} {self._colours}{shared}", legend=legend)
+            shared = "These maps share one scale, that of heatmaps.png."
+        caption = "First layer of the stretch down, last layer across; the diagonal is single layers."
+        return self._picture(names, caption, shared)
 
     def galleries(self) -> Iterator[Block]:
         """Draw maps over stretches on one scale, then the others on another one, and what experts get and give."""
         if names := self._names(over_stretches=True):
             yield self._side_by_side(names)
         if names := self._names(over_stretches=False):
-            legend = self._legend(names)
-            maps = [self._map(name, legend.scale) for name in names]
-            yield Picture(maps, f"Each layer alone, with every value of a parameter. {self._colours}", legend=legend)
+            yield self._picture(names, "Each layer alone, with every value of a parameter.")
         if len(self.experts):
             share = {"load": "Load of experts: share of tokens", "saliency": "Share of the layer's saliency (REAP)"}
             yield Picture([self._expert_map(column, title) for column, title in share.items()], name="experts")
-
-    def _map(self, name: str, colours: Normalize) -> Map:
-        if varied_by(name) is None:
-            return self._over_stretches(name, colours)
-        return self._of_values(name, colours)
 
     def _over_stretches(self, operation: str, colours: Normalize) -> Map:
         cells = self._cells[operation]
@@ -292,7 +277,6 @@ class ScanMaps:
         return Map(title, values, colours, axes, data, what, described=described, limit=self.scan.base * MARKED)
 
     def _of_values(self, operation: str, colours: Normalize) -> Map:
-        """Single layers down, the values of a parameter across."""
         cells = self._cells[operation]
         varied = str(varied_by(operation))
         across = str(named_across(operation))

@@ -12,7 +12,7 @@ from typing import Any, Self
 from surgeon.findings.blocks import Block, Code, Finding, Paragraph, Table
 from surgeon.findings.drawing import COLOURS, Picture
 from surgeon.findings.exported import from_scratch
-from surgeon.findings.training import TrainingRun, duration, held_out_charts, losses_chart, settings_table
+from surgeon.findings.training import TrainingRun, held_out_charts, losses_chart, settings_table, trained_on
 from surgeon.quality.summary import Quality
 from surgeon.words import interval, number, plural
 
@@ -42,7 +42,11 @@ class ScratchRun(TrainingRun):
 
     def section(self) -> Iterator[Block]:
         record = self.record
-        yield Paragraph(_what(record))
+        yield Paragraph(
+            f"A model of {int(record['parameters']):,} parameters ({record['architecture']}) with random weights was "
+            f"trained for {trained_on(record)}. Before and after, {int(record['trained']['tokens']):,} held-out "
+            f"tokens were predicted ({record['held_out']})."
+        )
         rows = [[name, *_cells(record[stage])] for stage, name in (("untrained", "untrained"), ("trained", "trained"))]
         yield Table("Before and after", ["", "loss", "perplexity", "95% interval"], rows, "Loss in nats per token.")
         yield from _racks(record.get("racks"))
@@ -53,7 +57,6 @@ class ScratchRun(TrainingRun):
 
     @classmethod
     def together(cls, runs: Sequence[Self]) -> list[Block]:
-        """All models side by side, and their curves in one picture."""
         models = _by_model(runs)
         if len(runs) < 2:
             return []
@@ -114,18 +117,6 @@ def _racks(record: dict[str, Any] | None) -> Iterator[Table]:
     yield Table("Racks", ["", "loss", "perplexity before", "after", "95% interval"], rows, note)
 
 
-def _what(record: dict[str, Any]) -> str:
-    """What was trained, how much, and on which text."""
-    steps = int(record["steps"])
-    tokens = int(record["tokens"])
-    time = duration(float(record["seconds"]))
-    return (
-        f"A model of {int(record['parameters']):,} parameters ({record['architecture']}) with random weights was "
-        f"trained for {plural(steps, 'step')} on {tokens:,} tokens of {record['data']} in {time}. Before and after, "
-        f"{int(record['trained']['tokens']):,} held-out tokens were predicted ({record['held_out']})."
-    )
-
-
 def _cells(stored: dict[str, Any]) -> list[str]:
     quality = Quality.from_json(stored)
     return [number(math.log(quality.perplexity)), number(quality.perplexity), interval(*quality.ends("perplexity"))]
@@ -143,19 +134,13 @@ def _by_model(runs: Sequence[ScratchRun]) -> dict[str, list[ScratchRun]]:
         same.sort(key=lambda run: int(run.record["settings"]["seed"]))
         common = ""
         if len(same) > 1:
-            common = _beginning([run.name for run in same])
+            alike = takewhile(lambda letters: len(set(letters)) == 1, zip(*(run.name for run in same), strict=False))
+            common = "".join(letters[0] for letters in alike).rstrip("-_. ")
         named[common if common and common not in named else same[0].name] = same
     return named
 
 
-def _beginning(names: Sequence[str]) -> str:
-    """What all names begin with, without signs at its end."""
-    alike = takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
-    return "".join(letters[0] for letters in alike).rstrip("-_. ")
-
-
 def _loss(same: Sequence[ScratchRun]) -> float:
-    """The mean of their losses on held-out text."""
     return fmean(math.log(float(run.record["trained"]["perplexity"])) for run in same)
 
 

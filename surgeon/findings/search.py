@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.colors import Normalize
 
-from surgeon.findings.blocks import Block, Code, Finding, Heading, Paragraph, Table
+from surgeon.findings.blocks import Block, Code, Finding, Paragraph, Table
 from surgeon.findings.drawing import Drawing, Picture
 from surgeon.findings.maps import WIDE, Legend, Map, map_cells
 from surgeon.findings.program import program_figure
@@ -100,7 +100,6 @@ class SearchRun(RunResult):
 
     @cached_property
     def trial_table(self) -> TrialTable:
-        """The trials, ready to be asked."""
         texts = {name: self.trials[name].fillna("").astype(str) for name in ("edits", "program")}
         objectives = str(self.record.get("objective") or BY[0]).split(",")
         if objectives[0].partition("@")[0] == "draft":  # those of all levels compare
@@ -125,10 +124,9 @@ class SearchRun(RunResult):
 
     @property
     def by_cost(self) -> dict[str, pd.DataFrame]:
-        """`quality` of each cost that was looked along."""
-        if len(self.quality):
-            return {str(along): rows for along, rows in self.quality.groupby("along", sort=False)}
-        return {}
+        if self.quality.empty:
+            return {}
+        return {str(along): rows for along, rows in self.quality.groupby("along", sort=False)}
 
     def section(self) -> Iterator[Block]:
         if self.is_earlier:
@@ -155,21 +153,18 @@ class SearchRun(RunResult):
         if any(trials.choices):
             yield _layers_touched(trials, self.layers)
         if len(self.terms):
-            yield Heading("What single edits do")
-            yield Picture(edit_charts(self.terms))
+            yield Picture(edit_charts(self.terms), heading="What single edits do")
         yield from _what_goes_with_edits(trials, self.terms)
         if self.record.get("using"):
             yield _taken(self.record["using"])
 
     def _winner(self) -> Iterator[Block]:
-        """The program that won, drawn, and its recipe."""
         best = self.record.get("best")
-        record = self.record
-        if best and record.get("num_layers") and record.get("steps_per_layer"):
+        if best and self.record.get("num_layers") and self.record.get("steps_per_layer"):
             title = f"The winner, trial {best['trial']}"
             program = Program.parse(best["program"])
-            figure = program_figure(program, int(record["num_layers"]), int(record["steps_per_layer"]))
-            yield Drawing(figure, title, f"{best['why']}.", f"{title}: {program}")
+            shape = int(self.record["num_layers"]), int(self.record["steps_per_layer"])
+            yield Drawing(program_figure(program, *shape), title, f"{best['why']}.", f"{title}: {program}")
         if self.recipe_text:
             yield Code("The recipe that was found (recipe.yaml)", self.recipe_text)
 
@@ -228,7 +223,6 @@ class SearchRun(RunResult):
         return f"{said}, where its perplexity is {_value(unseen, 'perplexity')}{against}."
 
     def _finalist(self, held: dict[str, Any]) -> dict[str, Any]:
-        """The winner on held-out text, as it is before any healing."""
         chosen = self.record.get("healing", held)["winner"]
         found: dict[str, Any] = next(one for one in [held["searched"], *held["runners_up"]] if one["trial"] == chosen)
         return found
@@ -240,18 +234,22 @@ def _on_held_out_text(held: dict[str, Any]) -> Table:
     first = held["searched"]
     others = held["runners_up"]
     rows = [[str(first["trial"]), *_both(first, by), "", "the search's winner"]]
-    rows += [
-        [str(one["trial"]), *_both(one, by), _difference(one), f"trial {first['trial']} is {_VERDICTS[one['verdict']]}"]
-        for one in others
-    ]
+    for one in others:
+        ends = interval(one["low"], one["high"], 3) or "no interval"
+        verdict = one["verdict"].replace("apart", "apart from it")
+        difference = f"{number(one['difference'], 3)} ({ends})"
+        rows.append([str(one["trial"]), *_both(one, by), difference, f"trial {first['trial']} is {verdict}"])
     marked = frozenset((row, 5) for row, one in enumerate(others, 1) if one["verdict"] != "not told apart")
+    of_what = "in nats per token"
+    if by == DRAFT_TIME:
+        of_what = "in parts of the time of a token without drafts"
     together = ""
     if len(others) > 1:
         together = f" The {len(others)} intervals hold together with 95%."
     won = f"trial {held['winner']} is the winner"
     original = f"The unedited model's perplexity on this text is {_value(held['original'], 'perplexity')}"
     note = (
-        f"Differences are of trial {first['trial']} less the other, window by window, {_OF_WHAT[by]}.{together} "
+        f"Differences are of trial {first['trial']} less the other, window by window, {of_what}.{together} "
         f"Where one holds 0, the two are not told apart; {won}. {original}."
     )
     head = ["trial", in_words(by), f"{in_words(by)}, held out", "95% interval", "difference", "which says"]
@@ -262,18 +260,12 @@ def _on_held_out_text(held: dict[str, Any]) -> Table:
 
 
 def _healed(healing: dict[str, Any]) -> Table:
-    """The candidates before and after they were trained briefly."""
     shown = [(by, when) for by in ("divergence", "perplexity") for when in ("before", "after")]
     rows = [[str(one["trial"]), *(_value(one[when], by) for by, when in shown)] for one in healing["candidates"]]
     head = ["trial", "divergence", "healed", "perplexity", "healed"]
     marked = frozenset((row, 0) for row, one in enumerate(healing["candidates"]) if one["trial"] == healing["winner"])
     note = ". ".join(healing["sentences"]) + ". Numbers are of held-out text; the winner's are marked."
     return Table("The best trials before and after healing", head, rows, note, marked=marked)
-
-
-_OF_WHAT = dict.fromkeys(("divergence", "perplexity"), "in nats per token")
-_OF_WHAT[DRAFT_TIME] = "in parts of the time of a token without drafts"
-_VERDICTS = {"better": "better", "worse": "worse", "not told apart": "not told apart from it"}
 
 
 def _both(one: dict[str, Any], by: str) -> list[str]:
@@ -284,12 +276,6 @@ def _both(one: dict[str, Any], by: str) -> list[str]:
 
 def _value(values: dict[str, Any], by: str) -> str:
     return number(float("nan") if values[by] is None else float(values[by]))
-
-
-def _difference(one: dict[str, Any]) -> str:
-    if one["low"] is None or one["high"] is None:
-        return f"{number(one['difference'], 3)} (no interval)"
-    return f"{number(one['difference'], 3)} ({interval(one['low'], one['high'], 3)})"
 
 
 def _best_trials(trials: TrialTable) -> Table:
@@ -349,7 +335,6 @@ def _front_table(front: pd.DataFrame, trials: TrialTable) -> Table:
 
 
 def _layers_touched(trials: TrialTable, layers: int) -> Map:
-    """Which layers the good trials change: a strip for each space."""
     values = trials.shares(layers)
     every = [trials.touched(space, layers, range(len(trials))) for space in values.index]
     down = np.repeat(values.index, layers)
@@ -418,18 +403,17 @@ def _told_apart(held: dict[str, Any]) -> str:
         return ""
     better = verdicts.count("better")
     alike = verdicts.count("not told apart")
+    count = better or alike
+    if len(verdicts) == 1:
+        which = "the runner-up"
+    elif count == len(verdicts):
+        which = f"any of the {count} runners-up"
+    else:
+        which = f"{count} of {len(verdicts)} runners-up"
     first = held["searched"]["trial"]
     if not better:
-        return f"On held-out text trial {first} is not told apart from {_of(alike, verdicts)}."
+        return f"On held-out text trial {first} is not told apart from {which}."
     rest = ""
     if alike:
         rest = f", and not told apart from {alike}"
-    return f"On held-out text trial {first} is better than {_of(better, verdicts)}{rest}."
-
-
-def _of(count: int, verdicts: Sequence[str]) -> str:
-    if len(verdicts) == 1:
-        return "the runner-up"
-    if count == len(verdicts):
-        return f"any of the {count} runners-up"
-    return f"{count} of {len(verdicts)} runners-up"
+    return f"On held-out text trial {first} is better than {which}{rest}."

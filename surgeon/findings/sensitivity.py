@@ -13,7 +13,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from surgeon.findings.blocks import Block, Finding, Paragraph, Table
-from surgeon.findings.drawing import Chart, Picture, layers_across, points, scale
+from surgeon.findings.drawing import Chart, Picture, columns_chart, points, scale
 from surgeon.findings.result import RunResult, TableFile
 from surgeon.words import aligned, interval_heads, listed, number, plural, with_intervals
 
@@ -164,15 +164,8 @@ def _pair(row: Any) -> str:
 
 
 def _by_pair(table: pd.DataFrame, lines: Mapping[str, tuple[str, int]], y: str, title: str, caption: str) -> Chart:
-    def draw(axes: Axes) -> None:
-        layers_across(axes, int(table["first"].min()), int(table["first"].max()))
-        scale(axes, "y", table[list(lines)].to_numpy(dtype=float).ravel().tolist(), log=True)
-        for column, (words, style) in lines.items():
-            values = table[column].where(table[column] > 0)  # a term that is 0 (GPT-NeoX has one) has no place here
-            tips = [f"pair {_pair(row)}, {words}: {number(row[column])}" for _, row in table.iterrows()]
-            points(axes, table["first"], values, tips, style, words)
-
-    return Chart(title, draw, "first layer of the pair", y, caption)
+    named = (f"pair {_pair(row)}" for _, row in table.iterrows())
+    return columns_chart(table, lines, named, (title, "first layer of the pair", y), caption)
 
 
 def _bound_and_damage(table: pd.DataFrame) -> Chart:

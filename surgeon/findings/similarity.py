@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 
 from surgeon.findings.blocks import Block, Finding, Paragraph, Table
-from surgeon.findings.drawing import Chart, Picture, layers_across, points, scale
+from surgeon.findings.drawing import Chart, Picture, columns_chart
 from surgeon.findings.maps import Legend, Map, map_cells
 from surgeon.findings.result import RunResult, TableFile
 from surgeon.findings.tolerance import title_of
@@ -132,25 +131,13 @@ class Similarity(RunResult):
 
 
 def _chart(layers: pd.DataFrame, measures: Mapping[str, tuple[str, int]], y: str, title: str, caption: str) -> Chart:
-    """Columns of `similarity.csv` by layer: shares of the stream on a logarithmic axis, CKA up to 1."""
-    log = measures is SIZES
-
-    def draw(axes: Axes) -> None:
-        layers_across(axes, int(layers["layer"].min()), int(layers["layer"].max()))
-        values = layers[list(measures)].to_numpy(dtype=float).ravel().tolist()
-        scale(axes, "y", values if log else [*values, 1.0], log, zero=not log)
-        for column, (words, style) in measures.items():
-            rows = zip(layers["layer"], layers[column], strict=True)
-            tips = [f"layer {layer}, {words}: {number(value)}" for layer, value in rows]
-            points(axes, layers["layer"], layers[column], tips, style, words)
-
     rows = [[str(int(row["layer"])), *(number(row[name]) for name in measures)] for _, row in layers.iterrows()]
     table = Table(f"{title}: values", ["layer", *(words for words, _ in measures.values())], rows, folded=True)
-    return Chart(title, draw, "layer", y, caption, table=table)
+    named = (f"layer {layer}" for layer in layers["layer"])
+    return columns_chart(layers, measures, named, (title, "layer", y), caption, measures is SIZES, table)
 
 
 def _distances(table: pd.DataFrame) -> Map:
-    """Angular distance between the streams before and after every stretch."""
     layers = range(int(table["last"].max()) + 1)
     values = table.pivot_table(index="first", columns="last", values="angular_distance", dropna=False)
     values = values.reindex(index=layers, columns=layers)

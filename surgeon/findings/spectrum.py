@@ -101,12 +101,15 @@ class Spectrum(RunResult):
         """The matrices with `share`, the rank that holds 95% of the energy, by a method, over the full rank."""
         return self.matrices.assign(share=self.matrices[f"rank95{METHODS[method]}"] / self.matrices["full_rank"])
 
-    def truncations(self) -> Iterator[tuple[TargetRank, pd.DataFrame]]:
-        """The rows of `damage` for each of the ranks that were asked for: one of each matrix."""
-        for rank in parse_ranks(",".join(self.record["ranks"])) if len(self.damage) else ():
+    def truncations(self) -> Iterator[tuple[TargetRank, str, pd.DataFrame]]:
+        """The ranks that were asked for, each in words, and its rows of `damage`: one of each matrix."""
+        if self.damage.empty:
+            return
+        for rank in parse_ranks(",".join(self.record["ranks"])):
             part = self.damage[self.damage["rank"] == self.damage["full_rank"].map(rank.of)]
             if len(part):
-                yield rank, part
+                name = f"{rank} of the rank" if rank.is_share else f"rank {rank}"
+                yield rank, f"{name} ({part['method'].iloc[0]})", part
 
     def section(self) -> Iterator[Block]:
         yield Paragraph(
@@ -116,18 +119,6 @@ class Spectrum(RunResult):
         )
         if len(self.damage):
             yield self._damage()
-        yield self._ranks()
-
-    def pictures(self) -> dict[str, Picture]:
-        """`damage`, if it was measured; `rank95`; `singular-values-plain` and `singular-values-whitened`."""
-        found = super().pictures()
-        for method in METHODS if len(self.values) else ():
-            values = self.values[self.values["method"] == method]
-            panels = [_decay(str(weight), own) for weight, own in values.groupby("weight", sort=False)]
-            found[f"singular-values-{method}"] = Picture(panels, f"Singular values ({method}), a line for each layer.")
-        return found
-
-    def _ranks(self) -> Picture:
         ratio = Normalize(0, 1)
         maps = []
         for method, ending in METHODS.items():
@@ -141,7 +132,16 @@ class Spectrum(RunResult):
                 which = "itself"
             title = f"Rank with 95% of the energy of the matrix {which} ({method})"
             maps.append(_map(self.shares(method), "share", ratio, fields, title, "share of the full rank"))
-        return Picture(maps, "", "rank95", Legend(ratio, "Colours: share of the full rank"))
+        yield Picture(maps, "", "rank95", Legend(ratio, "Colours: share of the full rank"))
+
+    def pictures(self) -> dict[str, Picture]:
+        """`damage`, if it was measured; `rank95`; `singular-values-plain` and `singular-values-whitened`."""
+        found = super().pictures()
+        for method in METHODS if len(self.values) else ():
+            values = self.values[self.values["method"] == method]
+            panels = [_decay(str(weight), own) for weight, own in values.groupby("weight", sort=False)]
+            found[f"singular-values-{method}"] = Picture(panels, f"Singular values ({method}), a line for each layer.")
+        return found
 
     def _damage(self) -> Picture:
         base = self.base_perplexity
@@ -149,18 +149,12 @@ class Spectrum(RunResult):
         fields = {"perplexity": "perplexity", "divergence": "divergence", "kept": "parameters kept"}
         maps = [
             _map(part, "perplexity", colours, fields, f"One matrix cut down to {name}", "perplexity", base)
-            for name, part in self._by_rank()
+            for _, name, part in self.truncations()
         ]
         caption = f"Perplexity with one matrix alone at a lower rank, over that of the unedited model, {number(base)}."
         return Picture(
             maps, caption, "damage", Legend(colours, f"Colours: perplexity over {number(base)}", base, capped)
         )
-
-    def _by_rank(self) -> Iterator[tuple[str, pd.DataFrame]]:
-        """The truncations with the name of their rank."""
-        for rank, part in self.truncations():
-            name = f"{rank} of the rank" if rank.is_share else f"rank {rank}"
-            yield f"{name} ({part['method'].iloc[0]})", part
 
     def summary(self) -> Iterator[Finding]:
         share = self.shares("whitened").groupby("weight", sort=False)["share"].mean().sort_values()
@@ -173,7 +167,7 @@ class Spectrum(RunResult):
             return
         rows = []
         sentences = []
-        for name, part in self._by_rank():
+        for _, name, part in self.truncations():
             ratio = (part["perplexity"] / self.base_perplexity).to_numpy()
             worst = part.iloc[int(ratio.argmax())]
             middle = change(float(np.median(ratio)))
@@ -200,12 +194,14 @@ class Spectrum(RunResult):
         for start in range(0, max(1, len(truncations)), _RANKS_ACROSS):
             shown = truncations[start : start + _RANKS_ACROSS]
             lines = [["", "", *["rank95"] * len(METHODS), *["at rank"] * len(shown)]]
-            lines.append(["weight", "out x in", *METHODS, *(f"{rank}" + " full" * rank.is_share for rank, _ in shown)])
+            lines.append(
+                ["weight", "out x in", *METHODS, *(f"{rank}" + " full" * rank.is_share for rank, _, _ in shown)]
+            )
             for weight, rows in self.matrices.groupby("weight", sort=False):
                 first = rows.iloc[0]
                 medians = [(rows[f"rank95{ending}"] / rows["full_rank"]).median() for ending in METHODS.values()]
                 cells = [f"{first['out_features']} x {first['in_features']}", *(f"{share:.2f}" for share in medians)]
-                at = (part.loc[part["weight"] == weight, "divergence"].median() for _, part in shown)
+                at = (part.loc[part["weight"] == weight, "divergence"].median() for _, _, part in shown)
                 lines.append([str(weight), *cells, *(f"{divergence:.3g}" for divergence in at)])
             parts.append(aligned(lines) + "\n")
         return "\n".join(parts)
@@ -251,7 +247,6 @@ def _map(
     what: str,
     base: float | None = None,
 ) -> Map:
-    """Weights down, layers across."""
     values = by_layer(table, column).T
     cells = map_cells(values, table["weight"], table["layer"], table, fields, "layer {column}, {row}", base=base)
     return Map(title, values, colours, ("layer", ""), cells, what, flat=HALF)

@@ -14,15 +14,13 @@ import pandas as pd
 from surgeon.findings.blocks import Block, Code, Finding, Paragraph, Table
 from surgeon.findings.result import RunResult
 from surgeon.processes.files import make_folder, write_text
-from surgeon.words import listed, number, plural
+from surgeon.words import WIDTH, aligned, listed, number, plural
 
 PROVENANCE_KEY = "surgeon"
 _NAMED = 6  # numbers that the summary gives
-_WIDTH = 80
 _NO_FILTER = "none"
 _LM_EVAL = ("lm_eval_version", "model_name", "n-shot", "n-samples", "versions", "task_hashes", "config")
 _HEADS = ("task", "shots", "metric", "value", "stderr", "n")
-_LEFT = (True, False, True, False, False, False)
 
 
 @dataclass(frozen=True)
@@ -95,38 +93,26 @@ class TaskRun(RunResult):
         return pd.DataFrame(map(asdict, self.scores), columns=list(Score.__dataclass_fields__))
 
     def __str__(self) -> str:
-        """The scores as lines of at most 80 characters."""
         return table(self.scores)
 
     def section(self) -> Iterator[Block]:
         surgery = self.record.get(PROVENANCE_KEY, {})
-        yield Paragraph(self._what())
+        limit = self.record.get("config", {}).get("limit")
+        some = ""
+        if isinstance(limit, int | float):
+            some = f" Only the first {limit:g} rows of each task."
+        said = f"{self._subject()}, by lm-eval {self.record.get('lm_eval_version', '')}.{some}"
+        yield Paragraph(said.replace(" .", "."))
+        better = {True: "higher", False: "lower", None: ""}
         rows = [
-            [
-                s.task,
-                s.name,
-                _better(s),
-                _text(s),
-                "" if s.shots is None else str(s.shots),
-                "" if s.rows is None else f"{s.rows:,}",
-            ]
-            for s in self.scores
+            [s.task, s.name, better[s.higher_is_better], _text(s), _count(s.shots), _count(s.rows)] for s in self.scores
         ]
         head = ["task", "metric", "better", "value ± standard error", "shots", "rows"]
         yield Table("Accuracy on tasks", head, rows, left=frozenset({1, 2}))
         if surgery.get("program"):
             yield Code("The program that was evaluated", str(surgery["program"]))
 
-    def _what(self) -> str:
-        name = self._subject()
-        limit = self.record.get("config", {}).get("limit")
-        some = ""
-        if isinstance(limit, int | float):
-            some = f" Only the first {limit:g} rows of each task."
-        return f"{name}, by lm-eval {self.record.get('lm_eval_version', '')}.{some}".replace(" .", ".")
-
     def _subject(self) -> str:
-        """What was evaluated, as the user named it."""
         return str(
             self.record.get("model_name")
             or self.record.get("config", {}).get("model_args", {}).get("pretrained")
@@ -135,7 +121,6 @@ class TaskRun(RunResult):
 
     @classmethod
     def together(cls, runs: Sequence[Self]) -> list[Block]:
-        """All evaluations of a model side by side."""
         by_run = [{(s.task, s.name): s for s in run.scores} for run in runs]
         keys = list(dict.fromkeys(key for found in by_run for key in found))
         rows = [
@@ -159,12 +144,7 @@ class TaskRun(RunResult):
 
 
 def _text(score: Score) -> str:
-    """The value with its standard error."""
     return number(score.value) + (f" ± {number(score.stderr, 2)}" if score.stderr is not None else "")
-
-
-def _better(score: Score) -> str:
-    return {True: "higher", False: "lower", None: ""}[score.higher_is_better]
 
 
 def scores(results: dict[str, Any]) -> list[Score]:
@@ -191,40 +171,33 @@ def scores(results: dict[str, Any]) -> list[Score]:
 
 
 def table(found: list[Score]) -> str:
-    """The numbers as lines of at most 80 characters."""
-    rows = [_HEADS, *(_cells(score) for score in found)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADS))]
-    for flexible in (0, 2):  # names give way
-        spare = _WIDTH - (sum(widths) + 2 * (len(widths) - 1))
-        widths[flexible] = max(min(12, widths[flexible]), widths[flexible] + min(0, spare))
-    lines = []
-    for i, row in enumerate(rows):
-        shown = row
-        if i > 1 and row[:2] == rows[i - 1][:2]:
-            shown = ("", "", *row[2:])
-        lines.append("  ".join(map(_place, shown, widths, _LEFT)).rstrip())
-    return "\n".join(lines)
+    """The numbers as lines of at most 80 characters; a task's name and shots stand in its first line."""
+    rows = [list(_HEADS)]
+    before = None
+    for score in found:
+        stderr = ""
+        if score.stderr is not None:
+            stderr = _number(score.stderr)
+        begin = [score.task, _count(score.shots)]
+        rows.append([*begin, score.name, _number(score.value), stderr, _count(score.rows)])
+        if begin == before:
+            rows[-1][:2] = ["", ""]
+        before = begin
+    spare = WIDTH - sum(max(map(len, column)) for column in zip(*rows, strict=True)) - 2 * (len(_HEADS) - 1)
+    for column in (0, 2):  # names give way
+        longest = max(len(row[column]) for row in rows)
+        room = max(min(12, longest), longest + min(0, spare))
+        spare += longest - room
+        for row in rows:
+            if len(row[column]) > room:
+                row[column] = row[column][: room - 3] + "..."
+    return aligned(rows, left=(0, 2))
 
 
-def _place(text: str, width: int, left: bool) -> str:
-    if not (len(text) <= width):
-        text = text[: width - 3] + "..."
-    if left:
-        return text.ljust(width)
-    return text.rjust(width)
-
-
-def _cells(score: Score) -> tuple[str, ...]:
-    shots = ""
-    if score.shots is not None:
-        shots = str(score.shots)
-    stderr = ""
-    if score.stderr is not None:
-        stderr = _number(score.stderr)
-    rows = ""
-    if score.rows is not None:
-        rows = f"{score.rows:,}"
-    return score.task, shots, score.name, _number(score.value), stderr, rows
+def _count(value: int | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,}"
 
 
 def _number(value: float) -> str:

@@ -56,7 +56,6 @@ class ScanTable:
 
     @property
     def operations(self) -> list[str]:
-        """Those with at least one cell, in the table's order."""
         return list(dict.fromkeys(self.cells["operation"]))
 
     def of_operation(self, name: str) -> pd.DataFrame:
@@ -139,7 +138,7 @@ def longest_within(scan: ScanTable, operation: str, tolerance: float) -> pd.Seri
 
 
 def single_layers(scan: ScanTable, operation: str = PRUNE) -> pd.DataFrame:
-    """The cells of an operation on one layer alone, the cheapest first."""
+    """Take the cells of single layers, the cheapest first."""
     cells = scan.of_operation(operation)
     return cells[cells["first"] == cells["last"]].sort_values("ratio", kind="stable")
 

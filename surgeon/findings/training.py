@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from surgeon.findings.blocks import Table
 from surgeon.findings.drawing import Chart, points, rule, scale
 from surgeon.findings.result import RunResult, TableFile
-from surgeon.words import TIMES, known, number
+from surgeon.words import TIMES, known, number, plural
 
 _INTERVALS = tuple(f"{name}_{end}" for name in ("perplexity", "divergence") for end in ("low", "high"))
 PARTS = {"logits": "logits' part", "hidden": "hidden states' part", "text": "text's part"}  # of a distillation's loss
@@ -72,7 +72,6 @@ class TrainingRun(RunResult):
         return math.nan
 
     def charts(self) -> Iterator[Chart]:
-        """Held-out quality, loss and learning rate."""
         yield from held_out_charts({self.name: self})
         if len(self.training):
             yield from (loss_chart(self.training), rate_chart(self.training))
@@ -108,7 +107,7 @@ def loss_chart(training: pd.DataFrame) -> Chart:
 
 
 def rate_chart(training: pd.DataFrame) -> Chart:
-    """The learning rate."""
+    """Draw the learning rate."""
     rates = training["learning_rate"]
     highest = max((rate for rate in rates if math.isfinite(rate)), default=0.0)
     power = 0
@@ -204,10 +203,8 @@ def _held_out_chart(name: str, runs: Mapping[str, TrainingRun], together: str) -
 
 
 def _span_of(values: Sequence[float]) -> float:
-    finite = [value for value in values if math.isfinite(value)]
-    if finite:
-        return max(finite) - min(finite)
-    return 0.0
+    finite = [*filter(math.isfinite, values)] or [0.0]
+    return max(finite) - min(finite)
 
 
 def _tips(training: pd.DataFrame, column: str, words: str) -> list[str]:
@@ -245,6 +242,14 @@ def settings_table(settings: Any) -> Iterator[Table]:
         yield Table("Settings", ["", ""], rows, left=frozenset({1}))
 
 
+def trained_on(record: dict[str, Any]) -> str:
+    """Say how much a run trained, on which text and how long."""
+    text = f"{plural(int(record['steps']), 'step')} on {int(record['tokens']):,} tokens"
+    if record.get("data"):
+        text += f" of {record['data']}"
+    return f"{text} in {duration(float(record['seconds']))}"
+
+
 def duration(seconds: float) -> str:
     """A time as people say it: 42 s, 3.5 min, 2.1 h."""
     for unit, size in (("h", 3600), ("min", 60)):
@@ -256,21 +261,16 @@ def duration(seconds: float) -> str:
 def _flat(settings: dict[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
     """Settings by name, those inside others behind their names; what is not set is left out."""
     for name, value in settings.items():
+        text = str(value)
         if isinstance(value, dict):
             yield from _flat(value, f"{before}{name}.")
-        elif value is not None and value != []:
-            yield f"{before}{name}".replace("_", " "), _setting(value)
-
-
-def _setting(value: Any) -> str:
-    if isinstance(value, bool):
-        if value:
-            return "yes"
-        return "no"
-    if isinstance(value, float):
-        if math.isfinite(value):
-            return number(value, 3)
-        return str(value)
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
-    return str(value)
+            continue
+        if value is None or value == []:
+            continue
+        if isinstance(value, bool):
+            text = {True: "yes", False: "no"}[value]
+        elif isinstance(value, float) and math.isfinite(value):
+            text = number(value, 3)
+        elif isinstance(value, list):
+            text = ", ".join(map(str, value))
+        yield f"{before}{name}".replace("_", " "), text

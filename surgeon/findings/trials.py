@@ -81,8 +81,10 @@ class TrialTable:
 
     @cached_property
     def choices(self) -> tuple[Choice, ...]:
-        """Each trial's edits."""
-        return tuple(tuple(map(Edit.parse, filter(None, text.split("; ")))) for text in self._words("edits"))
+        return tuple(
+            tuple(map(Edit.parse, filter(None, text.split("; "))))
+            for text in self.table["edits"].fillna("").astype(str)
+        )
 
     def short_edits(self, row: int) -> str:
         """A trial's edits in few words: of each space its layers, neighbouring ones as one stretch."""
@@ -104,7 +106,7 @@ class TrialTable:
 
     @cached_property
     def sources(self) -> list[str]:
-        return [SOURCES.get(name, name) for name in self._words("source")]
+        return [SOURCES.get(name, name) for name in self.table["source"].fillna("").astype(str)]
 
     @cached_property
     def whole(self) -> Flags:
@@ -139,7 +141,13 @@ class TrialTable:
         """
         if not self.has_levels:
             return self.values
-        least = np.array([self._least(level) for level in self.levels])
+        least = np.full(len(self), math.nan)
+        for level in set(self.levels.tolist()):
+            own = self.levels == level
+            compared = own & self.within
+            if not compared.any():
+                compared = own & self.whole
+            least[own] = self.values[compared].min() if compared.any() else math.nan
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.asarray(np.where(least > 0, self.values / least, math.nan), dtype=np.float64)
 
@@ -173,7 +181,6 @@ class TrialTable:
 
     @cached_property
     def ranked(self) -> list[int]:
-        """Rows of those within the budget, the best first."""
         return [int(row) for row in np.argsort(self.values, kind="stable") if self.within[row]]
 
     @cached_property
@@ -187,7 +194,6 @@ class TrialTable:
         return sorted(found)
 
     def spaces(self) -> list[str]:
-        """Of all edits, in the order in which trials have them."""
         return list(dict.fromkeys(edit.space for choice in self.choices for edit in choice))
 
     def touched(self, space: str, layers: int, rows: Sequence[int]) -> Numbers:
@@ -222,30 +228,16 @@ class TrialTable:
             there = logs[finite & has]
             else_ = logs[finite & ~has]
             if min(len(there), len(else_)) >= _FEWEST and there.std() + else_.std() > 0:
-                found.append(_effect(edit, there, else_))
+                from scipy import stats  # half a second that a page without a search need not wait
+
+                welch: Any = stats.ttest_ind(there, else_, equal_var=False)
+                low, high = np.exp(welch.confidence_interval(0.95))
+                ratio = math.exp(there.mean() - else_.mean())
+                found.append(EditEffect(edit, len(there), ratio, float(low), float(high)))
         return sorted(found, key=lambda one: -abs(math.log(one.ratio)) / math.log(one.high / one.low))
-
-    def _least(self, level: float) -> float:
-        every = self.levels == level
-        own = self.values[every & (self.within if (self.within & every).any() else self.whole)]
-        if len(own):
-            return float(own.min())
-        return math.nan
-
-    def _words(self, name: str) -> Iterator[str]:
-        return (str(text) for text in self.table[name].fillna(""))
 
     def _flags(self, name: str) -> Flags:
         return np.array([str(value) in ("True", "1", "1.0") for value in self.table[name]])
-
-
-def _effect(edit: Edit, there: Numbers, else_: Numbers) -> EditEffect:
-    from scipy import stats  # half a second that a page without a search need not wait
-
-    found: Any = stats.ttest_ind(there, else_, equal_var=False)
-    low, high = found.confidence_interval(0.95)
-    ratio = math.exp(there.mean() - else_.mean())
-    return EditEffect(edit, len(there), ratio, math.exp(low), math.exp(high))
 
 
 UNITS = {
@@ -265,7 +257,7 @@ _APART = (0.035, 0.035)  # of a panel: numbers nearer than this cover each other
 
 
 def history_chart(trials: TrialTable) -> Chart:
-    """Every trial in the order they were asked for, and the best so far."""
+    """Draw every trial in the order they were asked for, and the best so far."""
 
     def draw(axes: Axes) -> None:
         layers_across(axes, 1, max(2, len(trials)))
@@ -358,7 +350,6 @@ def front_charts(front: pd.DataFrame, trials: TrialTable, without: Collection[st
 
 
 def _front_chart(front: pd.DataFrame, trials: TrialTable, first: str, name: str, line: bool) -> Chart:
-    """The front, and the other trials."""
     own = front.sort_values(name)
     others = trials.table[trials.whole]
     if {first, name} <= set(others):

@@ -19,11 +19,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from surgeon.analysis.engine.program_journal import read_programs
+from surgeon.analysis.engine.measure import read_programs
 from surgeon.analysis.engine.sharing import simplify
 from surgeon.analysis.factors.calibration import load_recorded
-from surgeon.analysis.factors.factor_folder import NoSource
-from surgeon.analysis.factors.factor_plan import FactorPlan, Making
+from surgeon.analysis.factors.factor_plan import FactorPlan, Making, NoSource
 from surgeon.analysis.factors.make_factors import make_factors
 from surgeon.analysis.factors.matrices import Matrix
 from surgeon.analysis.factors.rank_recipe import ranked

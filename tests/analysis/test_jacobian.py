@@ -11,7 +11,7 @@ from torch.autograd.functional import jacobian
 from torch.func import jacrev
 
 from surgeon.analysis.engine.walk import Walk
-from surgeon.analysis.jacobian import Lanczos, differentiable, push
+from surgeon.analysis.sensitivity import Lanczos, differentiable, push
 from tests.reference import Reference
 from tests.selection import case, one_in
 from tests.tiny_models import VOCABULARY, tiny_model

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from surgeon.analysis.engine.walk import Walk
-from surgeon.analysis.jacobian import Lanczos, differentiable
-from surgeon.analysis.sensitivity import TERMS, PairTerms, pair_terms
+from surgeon.analysis.sensitivity import TERMS, Lanczos, PairTerms, differentiable, pair_terms
 from tests.analysis.test_jacobian import CLOSE, dense_jacobian
 from tests.reference import Reference
 from tests.tiny_models import VOCABULARY, tiny_model

@@ -12,8 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from surgeon.analysis.correlation import rank_correlation
-from surgeon.analysis.proxies import correlate, damages, proxy_values, read_scan, readers
+from surgeon.analysis.proxies import correlate, damages, proxy_values, rank_correlation, read_scan, readers
 from surgeon.findings.sensitivity import Sensitivity
 from surgeon.findings.similarity import Similarity
 

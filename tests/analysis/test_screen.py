@@ -16,8 +16,7 @@ from scipy import stats
 
 from surgeon.analysis import scan as scan_module
 from surgeon.analysis.cells import scan_cells, select
-from surgeon.analysis.scan import JOURNAL, scan
-from surgeon.analysis.screen import HOPELESS, LARGEST_ERROR, SHARE_OF_DAMAGE, is_settled, rounds, spread
+from surgeon.analysis.scan import HOPELESS, JOURNAL, LARGEST_ERROR, SHARE_OF_DAMAGE, is_settled, rounds, scan, spread
 from surgeon.findings.scan import Scan
 from surgeon.language.program import Program
 from surgeon.quality.data import Windows

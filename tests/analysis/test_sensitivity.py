@@ -15,10 +15,17 @@ from torch.nn import functional
 
 import surgeon
 from surgeon.analysis import sensitivity as sensitivity_module
-from surgeon.analysis.correlation import rank_correlation
 from surgeon.analysis.engine.walk import Walk
-from surgeon.analysis.jacobian import Lanczos, differentiable
-from surgeon.analysis.sensitivity import JOURNAL, SensitivityJournal, pair_terms, sensitivity, spread
+from surgeon.analysis.proxies import rank_correlation
+from surgeon.analysis.sensitivity import (
+    JOURNAL,
+    Lanczos,
+    SensitivityJournal,
+    differentiable,
+    pair_terms,
+    sensitivity,
+    spread,
+)
 from surgeon.findings.sensitivity import Sensitivity
 from surgeon.quality.data import Windows
 from tests.analysis.subjects import subject_of

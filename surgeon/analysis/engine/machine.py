@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from surgeon.analysis.engine.prefixes import PlanStates
+from surgeon.analysis.engine.prefixes import PlanStates, Register, States
 from surgeon.analysis.engine.sharing import Extend, Join, Reach, RunStep, SharedPlan, Take, sublayers_in
-from surgeon.analysis.engine.states import Register, States
 from surgeon.checkpoint.streamed import streamed_layers
 from surgeon.language.execute import Partial, State, advance, fork_output, land
 from surgeon.language.program import Fork, Program

@@ -7,21 +7,31 @@ nothing that is kept, or dropped, changes a number.
 
 Where room runs out, the state goes that has the least of: sublayers saved by it, times how often it was used, by its
 bytes, plus the value that the last dropped one had, which ages those not used any more (Cherkasova 1998, "Improving
-WWW Proxies Performance with Greedy-Dual-Size-Frequency Caching Policy").
+WWW Proxies Performance with Greedy-Dual-Size-Frequency Caching Policy"). The states of one plan that do not fit into
+memory lie on disk.
 """
 
 from __future__ import annotations
 
 import heapq
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from threading import RLock
 from typing import NamedTuple
 
-from surgeon.analysis.engine.sharing import Extend, Join, RunStep, SharedPlan, Take, Task
-from surgeon.analysis.engine.states import register_bytes
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from surgeon.analysis.engine.sharing import Extend, Join, RunStep, SharedPlan, Take, Task, reads
 from surgeon.language.execute import State, land
 from surgeon.language.program import Fork, Node, steps_of
+from surgeon.memory import show_size
+from surgeon.models.weights import Tensors
 
 START = 0  # the number of what begins with nothing: the embedded tokens
 
@@ -138,7 +148,6 @@ class StateCache:
             return found.state
 
     def put(self, place: Place, state: State) -> None:
-        """Keep a state, if there is room for it."""
         with self.lock:
             size = register_bytes(state)
             if size > self.limit or self.find(place, landed=state.pending is None) is not None:
@@ -194,8 +203,98 @@ class PlanStates:
         return state
 
     def offer(self, register: int, state: State) -> None:
-        """Keep a state that was computed, if there is room for it."""
         self.cache.put(self._place(self.numbers[register]), state)
 
     def _place(self, prefix: int) -> Place:
         return Place(self.windows.start, self.windows.stop, prefix)
+
+
+Register = State | Tensor  # a state, or a running sum of what branches add
+PREFIX = ".states-"
+
+
+class States:
+    """The registers of a plan while it runs.
+
+    Beyond the limit, the states that are needed last go to files in a folder of their own, and come back when they are
+    read. The folder is removed at the end.
+
+    Args:
+        plan: says when each register is needed last.
+        limit: bytes that may be held in memory; None for no limit.
+        folder: where to make a folder for the rest; the system's own for temporary files if None.
+
+    Raises:
+        OSError: when the disk is full.
+    """
+
+    def __init__(self, plan: SharedPlan, limit: int | None = None, folder: Path | None = None) -> None:
+        self.limit = limit
+        self.folder = None if limit is None else Path(tempfile.mkdtemp(prefix=PREFIX, dir=folder))
+        self.last_use = {register: turn for turn, task in enumerate(plan.tasks) for register in reads(task)}
+        self.in_memory: dict[int, Tensors] = {}
+        self.on_disk: dict[int, torch.device] = {}
+        self.bytes = 0  # of what is in memory
+
+    def __enter__(self) -> States:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __getitem__(self, register: int) -> Register:
+        tensors = self.in_memory.get(register)
+        if tensors is None:
+            tensors = load_file(self._file(register), device=str(self.on_disk[register]))
+        if "sum" in tensors:
+            return tensors["sum"]
+        pending = tensors.get("pending")
+        return State(tensors["stream"], None if pending is None else lambda: pending, tensors.get("added"))
+
+    def __setitem__(self, register: int, value: Register) -> None:
+        self.in_memory[register] = _as_tensors(value)
+        self.bytes += _size(self.in_memory[register])
+        while self.limit is not None and self.bytes > self.limit and self.in_memory:
+            self._store(max(self.in_memory, key=lambda one: self.last_use.get(one, -1)))
+
+    def __delitem__(self, register: int) -> None:
+        if register in self.in_memory:
+            self.bytes -= _size(self.in_memory.pop(register))
+        else:
+            del self.on_disk[register]
+            self._file(register).unlink()
+
+    def _store(self, register: int) -> None:
+        tensors = self.in_memory.pop(register)
+        size = _size(tensors)
+        self.bytes -= size
+        try:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, self._file(register))
+        except (OSError, SafetensorError) as error:
+            raise OSError(
+                f"no room for {show_size(size)} of hidden states in {self._file(register).parent} ({error}); free some "
+                "space, raise memory, or measure fewer tokens"
+            ) from error
+        self.on_disk[register] = next(iter(tensors.values())).device
+
+    def _file(self, register: int) -> Path:
+        assert self.folder is not None
+        return self.folder / f"{register}.safetensors"
+
+
+def register_bytes(value: Register) -> int:
+    """Count the bytes of a state, or of a running sum."""
+    return _size(_as_tensors(value))
+
+
+def _as_tensors(value: Register) -> Tensors:
+    if isinstance(value, Tensor):
+        return {"sum": value}
+    pending = None if value.pending is None else value.pending()
+    parts = {"stream": value.stream, "pending": pending, "added": value.added}
+    return {name: tensor for name, tensor in parts.items() if tensor is not None}
+
+
+def _size(tensors: Tensors) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

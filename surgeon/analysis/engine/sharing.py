@@ -231,7 +231,7 @@ class _Place:
 
 
 def reads(task: Task) -> list[int]:
-    """The registers a task reads."""
+    """List the registers that a task reads."""
     if isinstance(task, Take):
         return []
     total = task.total if isinstance(task, Extend | Join) else None

@@ -53,7 +53,6 @@ class LayerPass:
 
     @property
     def after(self) -> Tensor:
-        """The stream after the layer."""
         return self.before + self.attention + self.mlp
 
 
@@ -89,7 +88,6 @@ class Walk:
         return self.machine.sublayer(Sublayer(ATTENTION, (layer,)), stream)
 
     def mlp(self, layer: int, stream: Tensor) -> Tensor:
-        """What the feed-forward of a layer adds to this stream, its norm included."""
         return self.machine.sublayer(Sublayer(FEED_FORWARD, (layer,)), stream)
 
     def layer(self, layer: int, stream: Tensor) -> LayerPass:

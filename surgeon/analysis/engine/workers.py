@@ -158,7 +158,6 @@ def _check_alive(processes: Sequence[BaseProcess]) -> None:
 
 
 def _work(job: Job, messages: Any) -> None:
-    """A worker's whole life."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the first process too, which ends the others
     when_parent_ends(lambda: os._exit(1))
     warnings.filterwarnings("ignore")

@@ -106,7 +106,7 @@ Cost = Callable[[Curve, int | None], float]
 
 
 def parameters(curve: Curve, rank: int | None) -> float:
-    """How many parameters a matrix has at a rank."""
+    """Count the parameters of a matrix at a rank."""
     outputs, inputs = curve.size
     if rank is None:
         return outputs * inputs

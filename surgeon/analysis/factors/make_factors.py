@@ -17,17 +17,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from surgeon.analysis.factors.factor_folder import (
+from surgeon.analysis.factors.calibration import summed_gradients
+from surgeon.analysis.factors.factor_plan import (
     GRADIENTS,
     RECORD,
     FactorFacts,
     FactorFolder,
     FactorJournal,
+    FactorPlan,
+    Making,
     NoSource,
     notes_on,
 )
-from surgeon.analysis.factors.factor_plan import FactorPlan, Making
-from surgeon.analysis.factors.gradients import summed_gradients
 from surgeon.analysis.factors.matrices import Matrix
 from surgeon.analysis.factors.program_run import ProgramRun, Renaming, matrices_in
 from surgeon.checkpoint.factor_cache import FactorCache, write_factors
@@ -142,8 +143,6 @@ class InputSums:
 
 
 class _Work:
-    """Makes what a folder does not have yet."""
-
     def __init__(
         self,
         model: PreTrainedModel,

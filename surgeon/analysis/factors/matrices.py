@@ -44,7 +44,6 @@ class Matrix:
 
     @property
     def layer(self) -> int:
-        """Its layer, or the first of those that it is an average of."""
         return self.sublayer.layers[0]
 
     @property
@@ -69,7 +68,6 @@ class Matrices:
         self.weights = ModelWeights(store, self.family, self.family.head_dim(model.config))
 
     def projection(self, matrix: Matrix) -> Projection:
-        """Where a matrix lies in its layer."""
         return self.family.spec(matrix.sublayer.kind, matrix.sublayer.layers[0]).projection(matrix.role)
 
     def module(self, matrix: Matrix) -> nn.Module:
@@ -77,7 +75,6 @@ class Matrices:
         return self.layers[matrix.layer].get_submodule(self.projection(matrix).path)
 
     def read(self, matrix: Matrix) -> Tensor:
-        """The matrix, (out, in)."""
         return self.stored(matrix).whole()
 
     @contextmanager

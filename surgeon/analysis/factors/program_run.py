@@ -193,7 +193,6 @@ class _Tapping(ModelMachine):
 
 
 def _show(matrix: Matrix, seen: Seen, module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-    """What a module's hook does."""
     del module
     inputs, *routed = arguments
     if not inputs.isfinite().all():

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from surgeon.analysis.factors import make_factors as making_module
-from surgeon.analysis.factors.factor_folder import FactorFolder
-from surgeon.analysis.factors.factor_plan import FactorPlan, Making, plan_factors
+from surgeon.analysis.factors.factor_plan import FactorFolder, FactorPlan, Making, plan_factors
 from surgeon.analysis.factors.make_factors import make_factors
 from surgeon.analysis.factors.matrices import Matrix
 from surgeon.checkpoint.streamed import load_streamed
