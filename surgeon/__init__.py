@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from surgeon.models.edit import program_of, restore
     from surgeon.opened import Model
     from surgeon.opened import open_model as open
-    from surgeon.searches.samplers import SurgerySampler
+    from surgeon.searches.search import SurgerySampler
     from surgeon.training.distill.distiller import Distillation
     from surgeon.training.model import RackOptions
     from surgeon.training.settings import TrainSettings
@@ -61,7 +61,7 @@ _ELSEWHERE = {
     "SearchProblem": "surgeon.commands.search_problem",
     "Step": "surgeon.language.program",
     "Sublayer": "surgeon.language.program",
-    "SurgerySampler": "surgeon.searches.samplers",
+    "SurgerySampler": "surgeon.searches.search",
     "TrainSettings": "surgeon.training.settings",
     "demo_data": "surgeon.demo",
     "demo_model": "surgeon.demo",

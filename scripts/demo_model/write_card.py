@@ -15,8 +15,8 @@ from surgeon.analysis.subject import Subject, open_subject
 from surgeon.demo import demo_model
 from surgeon.language.operations import ladder, pair, parallel, prune
 from surgeon.language.program import Program
+from surgeon.quality.summary import Quality
 from surgeon.searches.evaluate import Evaluator
-from surgeon.searches.trial import MeasuredProgram
 
 TOKENS = 32768
 
@@ -81,7 +81,7 @@ def card(subject: Subject) -> str:
     return CARD.format(**facts, tokens=subject.windows.ids.numel(), rows="\n".join(rows), dropped=perplexities)
 
 
-def _row(name: str, program: Program, measured: MeasuredProgram) -> str:
+def _row(name: str, program: Program, measured: Quality) -> str:
     return f"| {name} | {program.effective_depth():g} | {measured.perplexity:.2f} | {measured.divergence:.3f} |"
 
 

@@ -23,18 +23,17 @@ from surgeon.analysis.importance import most_important
 from surgeon.analysis.subject import open_subject
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.workload import Workload
+from surgeon.quality.summary import Quality
 from surgeon.runtime.comm.link import parse_link
 from surgeon.searches.evaluate import Evaluator
-from surgeon.searches.goals import PricedQuestion
-from surgeon.searches.limits import SearchBudget
-from surgeon.searches.mixture import Mixture
+from surgeon.searches.mixture import Mixture, Trial
+from surgeon.searches.priced import PricedQuestion
 from surgeon.searches.pricing import Pricing, open_pricing
 from surgeon.searches.quantities import Aspect
 from surgeon.searches.question import Question
 from surgeon.searches.search import Search
 from surgeon.searches.spaces import parse_spaces
 from surgeon.searches.terms import Terms, TermsPlan, measure_terms
-from surgeon.searches.trial import MeasuredProgram, Trial
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Known:
     mixture: Mixture
     terms: Terms
     evaluator: Evaluator
-    original: MeasuredProgram
+    original: Quality
     pricing: Pricing
 
     def search(self, spaces: str, budget: str, trials: int) -> Trial | None:
@@ -53,7 +52,7 @@ class Known:
         mixture = Mixture(parse_spaces(spaces), self.mixture.model)
         numbers = {edit: number for number, edit in enumerate(self.mixture.edits)}
         terms = self.terms.of([numbers[edit] for edit in mixture.edits])
-        question = PricedQuestion(settings, mixture, SearchBudget(settings.limits, self.pricing), self.original)
+        question = PricedQuestion(settings, mixture, self.pricing, self.original)
         found = try_programs(Search(question, self.evaluator, terms), trials)
         return min(found, key=question.cost, default=None)
 

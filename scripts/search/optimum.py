@@ -30,16 +30,14 @@ from surgeon.checkpoint.read import DEMO, locate
 from surgeon.findings.edit import ADDITIVE, Choice
 from surgeon.language.program import Program
 from surgeon.searches.evaluate import Evaluator
-from surgeon.searches.goals import PricedQuestion
-from surgeon.searches.limits import SearchBudget
-from surgeon.searches.mixture import Mixture
+from surgeon.searches.mixture import Mixture, Trial
+from surgeon.searches.priced import PricedQuestion
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.quantities import DEPTH
 from surgeon.searches.question import Question
 from surgeon.searches.search import Search
 from surgeon.searches.spaces import parse_spaces
 from surgeon.searches.terms import Terms, TermsPlan, measure_terms
-from surgeon.searches.trial import Trial
 
 TRIALS = (30, 60, 120)
 ENUMERATED = 16  # layers, up to which all choices are measured
@@ -139,7 +137,7 @@ def _search(known: Measured, depth: int) -> list[Trial]:
     dense = known.mixture.model.program
     original = known.evaluator.measure([dense])[dense]
     settings = Question("pair", f"depth={depth}")
-    question = PricedQuestion(settings, known.mixture, SearchBudget(settings.limits, pricing), original)
+    question = PricedQuestion(settings, known.mixture, pricing, original)
     return try_programs(Search(question, known.evaluator, known.terms), max(TRIALS))
 
 

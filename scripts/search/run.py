@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import optuna
 
+from surgeon.searches.mixture import Trial
 from surgeon.searches.question import SURGEON
-from surgeon.searches.samplers import make_sampler
-from surgeon.searches.search import Search
+from surgeon.searches.search import Search, make_sampler
 from surgeon.searches.study import counted, run_trials
-from surgeon.searches.trial import Trial
 
 
 def try_programs(search: Search, trials: int) -> list[Trial]:

@@ -1,18 +1,21 @@
 """Where the time of forward passes goes, on every rank: in computing, or in waiting for other ranks.
 
 A `TimedEngine` computes what a `RankEngine` does, and notes when each step was computed and when each collective was
-started and waited for (passes.py, by the clocks of marks.py). On a GPU a mark is an event, which takes time of its own:
+started and waited for (passes.py). On a GPU a mark is an event, which takes time of its own:
 there passes are marked where that is asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
 
-from surgeon.benchmarks.marks import DeviceClock, HostClock, in_profile, now
 from surgeon.benchmarks.passes import (
     COMPUTING,
     EMBEDDING,
@@ -21,12 +24,16 @@ from surgeon.benchmarks.passes import (
     STARTING,
     WAITING,
     Computation,
+    DeviceClock,
     Exchange,
+    HostClock,
     PassRecorder,
     RankRun,
+    now,
 )
 from surgeon.language.execute import Partial
 from surgeon.language.program import Fork, Step
+from surgeon.processes.files import whole_file
 from surgeon.runtime.batching.request import Request, UndefinedLogits
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.sequence import Row
@@ -247,3 +254,54 @@ def run_timed(
     if any(output.finish_reason == "undefined" for output in outputs):
         raise UndefinedLogits(f"the logits of {name} are not finite (NaN or infinity); are the weights damaged?")
     return RankRun(began, recorder.passes)
+
+
+def in_profile(what: object, wanted: bool) -> AbstractContextManager[object]:
+    """Under a name in a profile of `torch.profiler`, if that is wanted."""
+    if wanted:
+        return record_function(str(what))
+    return nullcontext()
+
+
+class Profiled(NamedTuple):
+    """Texts that one program continues: the name of its engine, and what `complete` takes."""
+
+    name: str
+    requests: list[Request]
+    blocks: int
+    limits: Limits
+
+
+def trace_files(path: Path, ranks: int) -> tuple[Path, ...]:
+    """A file for each rank, named after one for all."""
+    return tuple(path.with_name(f"{path.stem}.rank{rank}{path.suffix}") for rank in range(ranks))
+
+
+def write_profile(rank: Rank, runs: Sequence[Profiled], file: str) -> None:
+    """Runs on a rank: continue every program's texts, and write what `torch.profiler` has seen, as a Chrome trace.
+
+    They have been continued once before, when kernels are chosen and passes are recorded. Steps have their names where
+    Python computes them, which is not in passes that are replayed from a recording.
+
+    Args:
+        file: for all ranks; each writes the one of its own (`trace_files`).
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    on_gpu = rank.device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    for run in runs:
+        engine: TimedEngine = rank.engines[run.name]
+        engine.mark(False)
+        complete(rank, run.requests, run.blocks, run.limits, run.name)
+    with profile(activities=activities) as profiler:
+        for run in runs:
+            engine = rank.engines[run.name]
+            engine.recorder.profiled = True
+            with record_function(run.name):
+                complete(rank, run.requests, run.blocks, run.limits, run.name)
+            engine.recorder.profiled = False
+    own = trace_files(Path(file), rank.settings.options.ranks)[rank.rank]
+    with whole_file(own) as beside:
+        profiler.export_chrome_trace(str(beside))

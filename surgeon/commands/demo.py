@@ -15,7 +15,7 @@ from surgeon.words import WIDTH
 if TYPE_CHECKING:
     from surgeon.benchmarks.measure import Result
     from surgeon.commands.report import ReportPage
-    from surgeon.searches.trial import MeasuredProgram
+    from surgeon.quality.summary import Quality
 
 RANKS = 2
 PROMPT = "def close(self):"
@@ -199,7 +199,7 @@ def _quoted(path: Path) -> str:
     return shlex.quote(str(path))
 
 
-def _measure(contenders: list[Contender], effort: Effort) -> list[MeasuredProgram]:
+def _measure(contenders: list[Contender], effort: Effort) -> list[Quality]:
     """Perplexity and divergence of each, on the text that the scan and the search were measured on."""
     from surgeon.analysis.subject import open_subject
     from surgeon.opened import open_edited
@@ -232,7 +232,7 @@ def _speeds(contenders: list[Contender], effort: Effort) -> dict[str, list[Resul
     return speeds
 
 
-def _print_table(contenders: list[Contender], measured: list[MeasuredProgram], speeds: dict[str, list[Result]]) -> None:
+def _print_table(contenders: list[Contender], measured: list[Quality], speeds: dict[str, list[Result]]) -> None:
     from rich.console import Console
     from rich.table import Table
 

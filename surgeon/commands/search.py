@@ -38,13 +38,12 @@ def _show(call: Callable[[], SearchResult]) -> None:
     question = found.question
     winner = found.winner
     trial = found.winner.trial
-    pricing = question.budget.pricing
     measured = trial.measured
     edits = (str(edit).replace(" ", _FIXED) for edit in trial.proposal.choice)
     _print("winner", f"{winner.why}: trial {trial.number}")
     _print("program", trial.proposal.key)
     _print("edits", ", ".join(edits) or "none")
-    for aspect, dense in zip(pricing.aspects, pricing.dense, strict=True):
+    for aspect, dense in question.pricing.dense.items():
         cost = aspect.show(question.price(aspect, trial))
         _print("cost", f"{cost}; the original's is {aspect.quantity.show(dense)}")
     _print("divergence", f"{measured.divergence:.4g} nats per token")
@@ -62,7 +61,7 @@ def _show(call: Callable[[], SearchResult]) -> None:
         _print("held out", line)
     for line in [*winner.healing.table(), *winner.healing.lines()] if winner.healing else []:
         _print("healing", line)
-    for line in winner.missed_unseen(question.budget):
+    for line in winner.missed_unseen(question.settings.limits):
         _print("held out", line)
     typer.echo(f"{'recipe':<{_KEY}}{found.files[0]}")  # whole, to be copied
 
@@ -219,42 +218,13 @@ def search(
         OSError: if the folder or the storage cannot be written to.
         ImportError: if the sampler, or the storage, needs a package that is not installed.
     """
-    from surgeon.commands.search_setup import folders, one_text
+    arguments = locals()
+    from surgeon.commands.search_setup import read_question
     from surgeon.commands.searching import join_search
-    from surgeon.searches.question import Question
 
     if minutes is not None and not minutes > 0:
         raise ValueError(f"minutes must be more than 0, not {minutes:g}; give none to try all {trials} programs")
-    question = Question(
-        space=one_text("space", space),
-        budget=one_text("budget", budget),
-        objective=one_text("objective", objective) or "",
-        ranks=ranks,
-        batch=batch,
-        prompt=prompt,
-        new=new,
-        link_delay=link_delay,
-        sampled_acceptance=sampled_acceptance,
-        data=None if data is None else str(data),
-        tokens=tokens,
-        window=window,
-        separator=separator,
-        using=folders(using),
-        memory=memory,
-        output=str(output),
-        trials=trials,
-        minutes=minutes,
-        sampler=sampler,
-        seed=seed,
-        holdout=holdout,
-        holdout_data=None if holdout_data is None else str(holdout_data),
-        heal=heal,
-        heal_data=None if heal_data is None else str(heal_data),
-        heal_batch=heal_batch,
-        storage=storage,
-        study=study,
-        workers=workers,
-    )
+    question = read_question(arguments)
     found = join_search(model, question, worker=0)
     assert found is not None
     return found

@@ -11,14 +11,13 @@ from optuna.distributions import BaseDistribution
 from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial
 
-from surgeon.commands.search_setup import SearchSetup, Using, folders, one_text, open_question
+from surgeon.commands.search_setup import SearchSetup, Using, open_question, read_question
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
 from surgeon.opened import Model
 from surgeon.quality.data import DEFAULT_TOKENS
-from surgeon.searches.question import SURGEON, Question
-from surgeon.searches.samplers import make_sampler
-from surgeon.searches.search import Search
+from surgeon.searches.question import SURGEON
+from surgeon.searches.search import Search, make_sampler
 
 
 class SearchProblem(Search):
@@ -30,7 +29,7 @@ class SearchProblem(Search):
         problem.recipe(study.best_trial)
 
     Limits of the budget are constraints. What parameters say is tried as far as its edits go together
-    (`EditParameters.choice`). Every trial has its program and its edits among its attributes.
+    (`Mixture.choice`). Every trial has its program and its edits among its attributes.
 
     Args:
         model: a folder, a hub name, "demo", or a model that is open.
@@ -68,30 +67,14 @@ class SearchProblem(Search):
         using: Using = (),
         output: str | Path | None = None,
     ) -> None:
-        question = Question(
-            space=one_text("space", space),
-            budget=one_text("budget", budget),
-            objective=one_text("objective", objective) or "",
-            ranks=ranks,
-            batch=batch,
-            prompt=prompt,
-            new=new,
-            link_delay=link_delay,
-            sampled_acceptance=sampled_acceptance,
-            data=None if data is None else str(data),
-            tokens=tokens,
-            window=window,
-            separator=separator,
-            memory=memory,
-            using=folders(using),
-        )
+        question = read_question(locals())
         if question.is_timed_here:
             raise ValueError("time on this machine (@here) is calibrated by surgeon.search; name a hardware file here")
-        _, question, limits = open_question(model, question)
+        _, question, pricing = open_question(model, question)
         if output is None:
             self._folder = tempfile.TemporaryDirectory(prefix="search-")  # gone with the problem
             output = self._folder.name
-        setup = SearchSetup.load(model, question, limits, Path(output))
+        setup = SearchSetup.load(model, question, pricing, Path(output))
         evaluator = setup.evaluator(Path(output))
         priced = setup.question(evaluator.measure([evaluator.dense])[evaluator.dense])
         super().__init__(priced, evaluator, known=setup.known)
@@ -110,7 +93,7 @@ class SearchProblem(Search):
     @property
     def search_space(self) -> dict[str, BaseDistribution]:
         """By the names of the parameters: of each space and layer, none ("") or one of the edits that begin there."""
-        return self.parameters.categories
+        return self.question.mixture.categories
 
     def sampler(self, name: str = SURGEON, seed: int = 0) -> BaseSampler:
         """A sampler for this problem's studies: "surgeon", "tpe", "gp", "cmaes", "nsga2" or "random".

@@ -21,13 +21,13 @@ from surgeon.language.recipe import Recipe
 from surgeon.opened import Model
 from surgeon.processes.files import write_text
 from surgeon.quality.data import Windows, load_windows, shared_windows
-from surgeon.quality.summary import estimate
+from surgeon.quality.summary import Quality, quality_of
 from surgeon.quality.text import OWN, VERIFIED
-from surgeon.searches.choosing import choose, compared_by
-from surgeon.searches.drafting import FoundDraft, by_verified_keys
+from surgeon.searches.drafting import Drafting, FoundDraft, by_verified_keys
 from surgeon.searches.front import QualityCurve, quality_curves
-from surgeon.searches.goals import PricedQuestion
 from surgeon.searches.here import drafts_here, fast_enough_here
+from surgeon.searches.mixture import Trial
+from surgeon.searches.priced import PricedQuestion
 from surgeon.searches.results import (
     SearchWork,
     Winner,
@@ -36,13 +36,14 @@ from surgeon.searches.results import (
     quality_table,
     write_front,
 )
-from surgeon.searches.trial import MeasuredProgram, Trial
 from surgeon.searches.winners import (
     RUNNERS_UP,
     HealedFinalists,
     HeldOutComparison,
     against_most_salient,
+    choose,
     compare,
+    compared_by,
     remeasure,
 )
 from surgeon.training.distill.distiller import Distillation
@@ -99,9 +100,10 @@ def end_search(
     """
     settings = question.settings
     opened = setup.subject.opened
-    pricing = question.budget.pricing
-    along = () if settings.draft else question.along
-    curves = [one for cost in along for one in quality_curves(cost, trials, question.original, pricing)]
+    curves = []
+    for cost in question.along:
+        if cost in question.traded:
+            curves += quality_curves(cost, trials, question.original, question.pricing)
     if len(question.traded) > 1:  # it is there where no trial keeps the budget, too
         tables["front"] = write_front(output, question.front(trials), question, opened.reference, opened.hash)
         SearchRun.TABLES["front"].write(output, tables["front"])
@@ -121,7 +123,7 @@ def end_search(
         finalists = [opened.program, *(trial.program for trial in (first, *runners_up))]
         text_of = "held-out text"
         evaluator = setup.evaluator(output, unseen)
-        on_unseen: Mapping[Program, MeasuredProgram] = evaluator.measure([*dict.fromkeys([*finalists, salient])])
+        on_unseen: Mapping[Program, Quality] = evaluator.measure([*dict.fromkeys([*finalists, salient])])
         if settings.draft is not None:
             on_unseen, why_own = by_verified_keys(evaluator, on_unseen)
         measured = {program: question.valued(program, found) for program, found in on_unseen.items()}
@@ -135,8 +137,8 @@ def end_search(
 
             healed = heal_finalists(compared, recipe_of, opened, unseen, output, *heal)
             winner = replace(winner, trial=healed.after.chosen.trial, healing=healed)
-    if settings.draft is not None:
-        winner = replace(winner, draft=_as_draft(question, winner, setup, unseen, why_own))
+    if question.drafting is not None:
+        winner = replace(winner, draft=_as_draft(question.drafting, winner, setup, unseen, why_own))
     if salient in measured:
         experts = against_most_salient(question.mixture, chosen, measured, text_of)
         record |= {} if experts is None else {"experts": experts}
@@ -160,18 +162,21 @@ def end_search(
 
 
 def _as_draft(
-    question: PricedQuestion, winner: Winner, setup: SearchSetup, unseen: Windows | None, why_own: str
+    drafting: Drafting, winner: Winner, setup: SearchSetup, unseen: Windows | None, why_own: str
 ) -> FoundDraft:
     """What the winner is worth as a draft, measured where it is asked for of this machine."""
-    settings = question.settings
+    settings = setup.settings
     program = winner.trial.program
-    known = [winner.trial.measured]
-    known += [] if winner.comparison is None else [winner.comparison.chosen.unseen]
+    texts = [winner.trial.measured]
+    if winner.comparison is not None:
+        texts.append(winner.comparison.chosen.unseen)
+    known = (drafting.by_quality(program, one) for one in texts)
+    predicted = [one for one in known if one is not None]
     measured = None
     if settings.is_timed_here:
         measured = drafts_here(setup.subject.opened, program, unseen or setup.subject.windows, settings)
     keys = OWN if unseen is None or why_own else VERIFIED
-    return FoundDraft(settings.acceptance, question.drafted(program, *known), measured, keys, why_own)
+    return FoundDraft(drafting.by, predicted, measured, keys, why_own)
 
 
 FOLDER = "healed"
@@ -209,10 +214,8 @@ def heal_finalists(
                 eval_tokens=window,  # little: all are judged by the search's held-out text
             )
         values = judge.values(load(target).float())
-        nll = values["nll"]
-        divergence = values["divergence"]
-        measured = MeasuredProgram.of(estimate(nll, divergence), unseen.predicted, nll, divergence)
-        after.append(replace(one, unseen=measured))
+        compared = {name: values[name] for name in ("nll", "divergence")}
+        after.append(replace(one, unseen=quality_of(compared, unseen.predicted)))
     how = f"healed for {steps:,} steps ({settings.method}) on {data}, in {folder / FOLDER}"
     return HealedFinalists(before, compare(after[0], after[1:], before.original, before.by), how)
 

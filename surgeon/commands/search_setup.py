@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +19,22 @@ from surgeon.models.edit import restore
 from surgeon.models.weights import FactorSource
 from surgeon.opened import Model, open_model
 from surgeon.quality.data import Windows
+from surgeon.quality.summary import Quality
 from surgeon.searches.evaluate import Evaluator
-from surgeon.searches.goals import PricedQuestion
 from surgeon.searches.known import Known, measured_ranks, open_factors, read_known
-from surgeon.searches.limits import SearchBudget
 from surgeon.searches.mixture import Mixture
+from surgeon.searches.priced import PricedQuestion, priced
+from surgeon.searches.pricing import Pricing
 from surgeon.searches.question import Question
-from surgeon.searches.trial import MeasuredProgram
 
 Using = str | Path | RunResult | Sequence[str | Path | RunResult]
 
 
-def open_question(model: str | Path | Model, question: Question) -> tuple[Model, Question, SearchBudget | None]:
+def open_question(model: str | Path | Model, question: Question) -> tuple[Model, Question, Pricing | None]:
     """Open a model for a question, without its weights; what cannot be had is said here.
 
     Returns:
-        The model, the question with its spaces named, and the budget: None where it takes more to know: what passes
+        The model, the question with its spaces named, and its pricing: None where it takes more to know: what passes
         have found, or the time on this machine.
     """
     opened = model if isinstance(model, Model) else open_model(model, weights=False)
@@ -42,7 +42,7 @@ def open_question(model: str | Path | Model, question: Question) -> tuple[Model,
     mixture = question.mixture(opened)
     if question.is_timed_here or question.using:
         return opened, question, None
-    return opened, question, question.priced(mixture)
+    return opened, question, priced(question, mixture)
 
 
 @dataclass(frozen=True)
@@ -51,20 +51,20 @@ class SearchSetup:
 
     Attributes:
         mixture: of edits as passes have measured them, on the text.
-        budget: as `open_question` has it.
+        pricing: as `open_question` has it.
         factors: of matrices that programs have ranks for, and the choice of units; None: there are none.
     """
 
     subject: Subject
     settings: Question
     mixture: Mixture
-    budget: SearchBudget | None
+    pricing: Pricing | None
     known: Known
     factors: FactorSource | None
 
     @classmethod
     def load(
-        cls, model: str | Path | Model, question: Question, budget: SearchBudget | None, folder: Path, make: bool = True
+        cls, model: str | Path | Model, question: Question, pricing: Pricing | None, folder: Path, make: bool = True
     ) -> SearchSetup:
         """Load the model and the text, and read what passes have found.
 
@@ -89,7 +89,7 @@ class SearchSetup:
         factors = most_important(subject.model, programs, subject.windows, factors=made, memory=subject.memory)
         if opened.own is not None:
             restore(subject.model)  # its program is the one that others are compared with
-        return cls(subject, question, mixture, budget, known, factors)
+        return cls(subject, question, mixture, pricing, known, factors)
 
     def evaluator(self, folder: Path, unseen: Windows | None = None, kept: int | None = None) -> Evaluator:
         """What measures programs on the text of the search, or on text that it has not seen.
@@ -111,27 +111,31 @@ class SearchSetup:
             sampled=self.settings.sampled_acceptance,
         )
 
-    def question(self, original: MeasuredProgram, here: Hardware | None = None) -> PricedQuestion:
-        """What is asked; errors as `Question.priced`.
+    def question(self, original: Quality, here: Hardware | None = None) -> PricedQuestion:
+        """What is asked; errors as `priced`.
 
         Args:
             original: the unedited model's quality on the text.
             here: this machine, if a cost is a time on it.
         """
-        budget = self.budget or self.settings.priced(self.mixture, here)
-        return PricedQuestion(self.settings, self.mixture, budget, original)
+        pricing = self.pricing or priced(self.settings, self.mixture, here)
+        return PricedQuestion(self.settings, self.mixture, pricing, original)
 
 
-def one_text(name: str, given: Any) -> str | None:
-    """Spaces, limits or objectives as one text, of which one or several may be given."""
-    several = [given] if isinstance(given, str) else given
-    if isinstance(several, list | tuple) and all(isinstance(one, str) for one in several):
-        return ",".join(several)
-    if given is not None or name == "objective":
-        raise ValueError(f"{name} is a text, or several of them, not {shown(given)}")
-    return None
-
-
-def folders(using: Using) -> tuple[str, ...]:
-    """Where passes lie, of which one or several are given."""
-    return tuple(str(as_folder(one)) for one in ([using] if isinstance(using, str | Path | RunResult) else using))
+def read_question(arguments: Mapping[str, Any]) -> Question:
+    """The question that a command's arguments ask, of which spaces, limits, objectives and passes may be several."""
+    values = {each.name: arguments[each.name] for each in fields(Question) if arguments.get(each.name) is not None}
+    for name in ("space", "budget", "objective"):
+        given = arguments[name]
+        several = [given] if isinstance(given, str) else given
+        if isinstance(several, list | tuple) and all(isinstance(one, str) for one in several):
+            values[name] = ",".join(several)
+        elif given is not None or name == "objective":
+            raise ValueError(f"{name} is a text, or several of them, not {shown(given)}")
+    for name in ("data", "output", "holdout_data"):
+        if name in values:
+            values[name] = str(values[name])
+    using = arguments["using"]
+    if isinstance(using, str | Path | RunResult):
+        using = [using]
+    return Question(**values | {"using": tuple(str(as_folder(one)) for one in using)})

@@ -34,6 +34,7 @@ from surgeon.quality.data import (
 from surgeon.searches.evaluate import KEPT_SHARE
 from surgeon.searches.here import ROUNDS, ranks_here
 from surgeon.searches.known import Known
+from surgeon.searches.mixture import Trial
 from surgeon.searches.quantities import ACCURACY, HERE
 from surgeon.searches.question import SURGEON, Question
 from surgeon.searches.results import (
@@ -42,19 +43,16 @@ from surgeon.searches.results import (
     terms_table,
     trials_table,
 )
-from surgeon.searches.samplers import make_sampler, require_sampler
-from surgeon.searches.search import Search
+from surgeon.searches.search import Search, make_sampler, require_sampler
 from surgeon.searches.storage import StudyStorage, naming_storage, open_storage
-from surgeon.searches.study import FINISHED, counted, kept, open_study, run_trials
+from surgeon.searches.study import FINISHED, WorkerProcesses, counted, interruptible, kept, open_study, run_trials
 from surgeon.searches.terms import Terms
-from surgeon.searches.trial import Trial
-from surgeon.searches.workers import WorkerProcesses, interruptible
 
 if TYPE_CHECKING:
     from surgeon.searches.accuracy import TaskAccuracy
 
 DEFAULT_STUDY = "search"
-SEARCH_FORMAT = 2  # of studies; those of 0.2.0 say none, and are begun anew
+SEARCH_FORMAT = 3  # of studies; those of 0.2.0 say none, and are begun anew
 WORKER = ("-P", "-m", "surgeon.commands.search_worker")  # not from the current folder, in which anything may lie
 
 
@@ -67,12 +65,12 @@ def join_search(model: str | Path | Model, options: Question, worker: int) -> Se
     """
     until = None if options.minutes is None else time.monotonic() + 60 * options.minutes
     # What cannot be had is said before a large model is loaded.
-    opened, options, limits = open_question(model, options)
+    opened, options, pricing = open_question(model, options)
     output = Path(options.output)
     _require_what_it_takes(options, opened)
     storage = open_storage(options.storage, output)
     options = _text_before_rest(model, options)
-    setup = SearchSetup.load(model, options, limits, output, make=not worker)
+    setup = SearchSetup.load(model, options, pricing, output, make=not worker)
     subject = setup.subject
     known = setup.known
     unseen = _held_out(subject, options)
@@ -116,7 +114,8 @@ def join_search(model: str | Path | Model, options: Question, worker: int) -> Se
     )
     if known.passes:
         record["using"] = known.record(setup.mixture, trials)
-    record["sublayers_run"], record["work"] = round(work.alone + work.together, 1), work.to_json()
+    record["sublayers_run"] = round(work.alone + work.together, 1)
+    record["work"] = work.to_json()
     if tasks is not None:
         trials = tasks.of_the_best(trials)
         tables["trials"] = trials_table(question, trials)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -87,6 +87,10 @@ class Quality:
             the program is accepted as one of the original's (Leviathan et al. 2023, corollary 3.6).
         acceptance_keys: whose keys and values of earlier tokens the program reads for its acceptance: "verified", the
             original's, as drafts do, or its "own"; None where that is not said.
+        windows: where they are kept, the values of the windows that were run, in the order of the text, by name: "nll",
+            "divergence", acceptances; and "blocks", the divergence of smaller parts, where windows are few.
+        whole: whether those are all; else the numbers are estimates.
+        more: what else is known of the program, by name: a task's accuracy, say.
     """
 
     perplexity: float
@@ -103,6 +107,13 @@ class Quality:
     sampled_acceptance_low: float = math.nan
     sampled_acceptance_high: float = math.nan
     acceptance_keys: str | None = None
+    windows: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    whole: bool = True
+    more: Mapping[str, float] = field(default_factory=dict)
+
+    def by_window(self, name: str) -> Values:
+        """Values of the windows that were run, none where they are not kept."""
+        return np.array(self.windows.get(name, ()), dtype=np.float64)
 
     @property
     def estimates(self) -> dict[str, float]:
@@ -160,7 +171,7 @@ class Quality:
     @classmethod
     def from_json(cls, entries: Mapping[str, Any]) -> Quality:
         """The inverse of `to_json`, of what was read from a file, or has the ends of intervals as columns do."""
-        numbers = {"perplexity": math.nan}
+        numbers: dict[str, Any] = {"perplexity": math.nan}
         for metric in METRICS:
             if entries.get(metric) is not None:
                 numbers[metric] = float(entries[metric])
@@ -169,6 +180,29 @@ class Quality:
             if low is not None and high is not None:
                 numbers |= {f"{metric}_low": float(low), f"{metric}_high": float(high)}
         return cls(**numbers, tokens=int(entries["tokens"]), acceptance_keys=entries.get("acceptance_keys"))
+
+
+def quality_of(values: Mapping[str, Values], tokens: int, whole: bool = True, beside: Quality | None = None) -> Quality:
+    """What is known of a program from its values, which it keeps.
+
+    Args:
+        values: by name, as of `Quality.windows`.
+        tokens: that were predicted.
+        whole: whether they are of all windows.
+        beside: another program, on all windows, beside which one is estimated that was stopped.
+    """
+    nll = values["nll"]
+    divergence = values["divergence"]
+    if whole or beside is None:
+        found = estimate(nll, divergence)
+    else:
+        found = estimate_beside(nll, divergence, beside.by_window("nll"), beside.by_window("divergence"))
+    windows = {name: tuple(own.tolist()) for name, own in values.items()}
+    means: dict[str, Any] = {}
+    for name in ACCEPTANCES:
+        if name in values:
+            means[name] = float(np.mean(values[name], dtype=np.float64))
+    return replace(found, tokens=tokens, windows=windows, whole=whole, **means)
 
 
 ACCEPTANCES = ("greedy_acceptance", "sampled_acceptance")  # of what a program drafts

@@ -18,8 +18,8 @@ from surgeon.models.weights import FactorSource
 from surgeon.quality.tasks import TaskSettings, run_tasks
 from surgeon.quality.tasks_load import Tasks, load_tasks
 from surgeon.quality.tasks_model import Answers, TaskModel
+from surgeon.searches.mixture import Trial
 from surgeon.searches.quantities import ACCURACY, Aspect
-from surgeon.searches.trial import Trial
 
 FEW = 5
 METRICS = ("acc", "exact_match")  # of a task that has several, the first of these that it has
@@ -58,7 +58,7 @@ class TaskAccuracy:
                 self._tasks[str(objective)] = load_tasks([objective.on], positions, seeds=self.settings.seeds)
 
     def measure(self, programs: Iterable[Program]) -> dict[Program, dict[str, float]]:
-        """The accuracy of each program by each of the objectives' names, as `MeasuredProgram.more` has it.
+        """The accuracy of each program by each of the objectives' names, as `Quality.more` has it.
 
         Raises:
             ValueError: if a text cannot be scored with this model, or a task has no accuracy.

@@ -12,8 +12,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from surgeon.analysis.factors.factor_plan import plan_factors
 from surgeon.benchmarks.drafting import MeasuredDrafts
 from surgeon.checkpoint.streamed import streamed_layers
@@ -26,12 +24,12 @@ from surgeon.models.edit import program_of, restore
 from surgeon.models.verified import NoVerifiedKeys, draft_on_text
 from surgeon.opened import Model
 from surgeon.processes.files import finite
+from surgeon.quality.summary import ACCEPTANCES, Quality
 from surgeon.quality.text import OWN, VERIFIED, logits_of, text_values
 from surgeon.runtime.plan.specification import Plan
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.quantities import DRAFT_PASS, Aspect, show_seconds
-from surgeon.searches.trial import MeasuredProgram
 from surgeon.words import plural
 
 REFUSED = 0.5  # of the root of a divergence: what share of drafted tokens it costs at the least
@@ -61,50 +59,66 @@ class DraftObstacles:
         return plan_on_paper(shapes, self.model.program, self.ranks, 1, shapes.dtype, "auto", "full")
 
 
-def drafted(
-    pricing: Pricing, objective: Aspect, program: Program, measured: MeasuredProgram, by: str
-) -> DraftedPrediction | None:
-    """Drafting by a program as it was measured; None where it cannot, or its acceptance is not known.
+@dataclass(frozen=True)
+class Drafting:
+    """What programs are worth as drafts.
 
-    Args:
-        by: which of its acceptances.
+    Attributes:
+        objective: on which hardware.
+        by: which of their acceptances counts.
     """
-    assert objective.on is not None
-    acceptance = measured.acceptance(by)
-    seconds = pricing.price(Aspect(DRAFT_PASS, objective.on), program)
-    if math.isnan(acceptance) or math.isinf(seconds):
-        return None
-    return pricing.drafting(objective.on).at(acceptance, seconds)
 
+    pricing: Pricing
+    objective: Aspect
+    by: str
 
-def valued(
-    pricing: Pricing, objective: Aspect, program: Program, measured: MeasuredProgram, by: str
-) -> MeasuredProgram:
-    """A program as it was measured, with what it is worth as a draft.
+    def at(self, acceptance: float, program: Program) -> DraftedPrediction | None:
+        """Drafting by a program of some acceptance; None where it cannot, or its acceptance is not known."""
+        assert self.objective.on is not None
+        seconds = self.pricing.price(Aspect(DRAFT_PASS, self.objective.on), program)
+        if math.isnan(acceptance) or math.isinf(seconds):
+            return None
+        return self.pricing.drafting(self.objective.on).at(acceptance, seconds)
 
-    What a window's acceptance makes of the time of a token is taken to first order around that of all windows, so that
-    the mean over the windows is the time that is predicted for the mean acceptance, and its interval is that of the
-    delta method. With k tokens ahead and T the time of a round, that time is T / f, f = 1 + a + ... + a^k, and falls by
-    f' / f of itself with a.
+    def by_quality(self, program: Program, measured: Quality) -> DraftedPrediction | None:
+        return self.at(getattr(measured, self.by), program)
 
-    Args:
-        by: which of its acceptances.
-    """
-    found = drafted(pricing, objective, program, measured, by)
-    if found is None:
-        return measured
-    time = found.per_token / found.model.per_token
-    a = found.acceptance
-    tokens = math.fsum(a**place for place in range(found.ahead + 1))
-    more = math.fsum(place * a ** (place - 1) for place in range(1, found.ahead + 1))
-    times = time * (1 - more / tokens * (np.array(measured.acceptances[by]) - a))
-    known = {DRAFT_TIME: time, str(objective): objective.natural(time), AHEAD: found.ahead}
-    return replace(measured, draft_times=tuple(times.tolist()), more={**measured.more, **known})
+    def promise(self, program: Program, divergence: float) -> float:
+        """What a program of some divergence may be worth: the time of a token, in parts of that without drafts.
+
+        A token that is drawn is refused with the total variation of both predictions as its chance, which is at most
+        sqrt(divergence / 2) (Pinsker's inequality), and was half of the root for programs of any damage; greedy tokens
+        are refused about as often.
+        """
+        found = self.at(max(0.0, 1 - REFUSED * math.sqrt(max(0.0, divergence))), program)
+        if found is None:
+            return math.inf
+        return 1 / found.speedup
+
+    def valued(self, program: Program, measured: Quality) -> Quality:
+        """A program as it was measured, with what it is worth as a draft.
+
+        What a window's acceptance makes of the time of a token is taken to first order around that of all windows, so
+        that the mean over the windows is the time that is predicted for the mean acceptance, and its interval is that
+        of the delta method. With k tokens ahead and T the time of a round, that time is T / f, f = 1 + a + ... + a^k,
+        and falls by f' / f of itself with a.
+        """
+        found = self.by_quality(program, measured)
+        if found is None:
+            return measured
+        time = found.per_token / found.model.per_token
+        a = found.acceptance
+        tokens = math.fsum(a**place for place in range(found.ahead + 1))
+        more = math.fsum(place * a ** (place - 1) for place in range(1, found.ahead + 1))
+        times = time * (1 - more / tokens * (measured.by_window(self.by) - a))
+        known = {DRAFT_TIME: time, str(self.objective): self.objective.natural(time), AHEAD: found.ahead}
+        windows = {**measured.windows, DRAFT_TIME: tuple(times.tolist())}
+        return replace(measured, windows=windows, more={**measured.more, **known})
 
 
 def by_verified_keys(
-    evaluator: Evaluator, measured: Mapping[Program, MeasuredProgram]
-) -> tuple[Mapping[Program, MeasuredProgram], str]:
+    evaluator: Evaluator, measured: Mapping[Program, Quality]
+) -> tuple[Mapping[Program, Quality], str]:
     """Programs as they were measured, but for their acceptances: by the model's keys and values of earlier tokens.
 
     Returns:
@@ -122,28 +136,15 @@ def by_verified_keys(
             draft = draft_on_text(model, program, evaluator.factors)
             own = measured[program]
             values = text_values(logits_of(model), evaluator.windows.ids, draft=draft)
-            accepted = {name: tuple(values[name].tolist()) for name in own.acceptances}
-            found[program] = replace(own, acceptances=accepted)
+            accepted = {name: values[name] for name in ACCEPTANCES if own.knows(name)}
+            windows = {**own.windows, **{name: tuple(each.tolist()) for name, each in accepted.items()}}
+            means: dict[str, Any] = {name: float(each.mean()) for name, each in accepted.items()}
+            found[program] = replace(own, windows=windows, **means)
     except NoVerifiedKeys as error:
         return measured, str(error)
     finally:
         restore(model)
     return found, ""
-
-
-def promised(pricing: Pricing, objective: Aspect, program: Program, divergence: float) -> float:
-    """What a program whose divergence is foretold may be worth: the time of a token, in parts of that without drafts.
-
-    A token that is drawn is refused with the total variation of both predictions as its chance, which is at most
-    sqrt(divergence / 2) (Pinsker's inequality), and was half of the root for programs of any damage; greedy tokens are
-    refused about as often.
-    """
-    assert objective.on is not None
-    seconds = pricing.price(Aspect(DRAFT_PASS, objective.on), program)
-    if math.isinf(seconds):
-        return math.inf
-    acceptance = max(0.0, 1 - REFUSED * math.sqrt(max(0.0, divergence)))
-    return 1 / pricing.drafting(objective.on).at(acceptance, seconds).speedup
 
 
 @dataclass(frozen=True)
@@ -187,9 +188,11 @@ class FoundDraft:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values; what is not finite is None."""
-        texts = ("searched", "held_out")
-        predicted = {text: _drafting_json(one) for text, one in zip(texts, self.predicted, strict=False)}
+        names = ("acceptance", "ahead", "speedup", "draft", "verify", "per_token")
+        predicted = {}
+        for text, one in zip(("searched", "held_out"), self.predicted, strict=False):
+            numbers = {name: getattr(one, name) for name in names}
+            predicted[text] = numbers | {"dense_per_token": one.model.per_token}
         if self.measured is None:
             measured = {}
         else:
@@ -201,8 +204,3 @@ class FoundDraft:
             **measured,
             "sentences": self.lines(),
         }
-
-
-def _drafting_json(one: DraftedPrediction) -> Mapping[str, float]:
-    names = ("acceptance", "ahead", "speedup", "draft", "verify", "per_token")
-    return {name: getattr(one, name) for name in names} | {"dense_per_token": one.model.per_token}

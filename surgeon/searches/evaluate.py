@@ -35,8 +35,7 @@ from surgeon.progress import require_time
 from surgeon.quality.data import Windows
 from surgeon.quality.head import ByWindow, OutputHead, joined, one_after_the_other
 from surgeon.quality.references import REFERENCE_FILE, TextReferences
-from surgeon.quality.summary import ACCEPTANCES, Values, estimate, estimate_beside
-from surgeon.searches.trial import MeasuredProgram
+from surgeon.quality.summary import Quality, Values, quality_of
 
 BLOCK = 64  # tokens, at least, in what is compared
 ROUNDING = 1e-6  # nats: what equal programs may differ by
@@ -161,14 +160,18 @@ class Evaluator:
         self.on_disk = self.file is not None and self.references.load(self.file, self.identity)
         self.at_once = len(windows.ids)
         self.limit = kept
-        self.cache = None if streamed_layers(model) is not None else StateCache(self._free_share())
+        self.cache = None
+        if streamed_layers(model) is None:
+            if kept is None:
+                kept = max(0, int(KEPT_SHARE * available_bytes(model.device, memory)))
+            self.cache = StateCache(kept)
         # What matrices are decomposed into serves every rank, and every trial.
         room = 0 if self.cache is None else self.cache.limit // 4
         self.factors = factors or TruncatedSVD(remembers=True, room=room)
 
     def measure(
-        self, programs: Iterable[Program], best: MeasuredProgram | None = None, most: int | None = None
-    ) -> dict[Program, MeasuredProgram]:
+        self, programs: Iterable[Program], best: Quality | None = None, most: int | None = None
+    ) -> dict[Program, Quality]:
         """The quality of programs, equal ones measured once.
 
         Args:
@@ -185,14 +188,11 @@ class Evaluator:
         if most is not None and most < 1:
             raise ValueError(f"a program is measured on one window at least, not on {most}")
         wanted = list(dict.fromkeys(programs))
-        leader = None
         count = len(self.windows.ids)
         if best is not None:
-            if not best.whole or len(best.divergences) != count or len(best.nll) != count:
-                raise ValueError(
-                    f"programs are raced against one measured on all {count} windows, not on {len(best.divergences)}"
-                )
-            leader = np.array(best.nll), np.array(best.divergences)
+            ran = len(best.by_window("divergence"))
+            if not best.whole or ran != count or len(best.by_window("nll")) != count:
+                raise ValueError(f"programs are raced against one measured on all {count} windows, not on {ran}")
         parts: dict[Program, list[ByWindow]] = defaultdict(list)
         lost: set[Program] = set()
 
@@ -209,7 +209,7 @@ class Evaluator:
         if self.file is not None and not self.on_disk and self.references.whole:
             self.references.save(self.file, self.identity)
             self.on_disk = True  # or there is no room, which is said once
-        return {program: self._summary(parts[program], leader) for program in wanted}
+        return {program: self._summary(parts[program], best) for program in wanted}
 
     def streams(
         self, programs: Iterable[Program], windows: range, tokens: int | None = None
@@ -229,17 +229,16 @@ class Evaluator:
             options = replace(options, cache=None, ran=lambda amount: self._ran(amount * part))
         return streams_after(self.model, ids, windows, plan, options)
 
-    def _is_lost(self, parts: list[ByWindow], best: MeasuredProgram) -> bool:
-        if best.blocks:
+    def _is_lost(self, parts: list[ByWindow], best: Quality) -> bool:
+        if "blocks" in best.windows:
             own = _blocks(parts)
-            return self.race.is_lost(own, np.array(best.blocks[: len(own)]), self.blocks)
+            return self.race.is_lost(own, best.by_window("blocks")[: len(own)], self.blocks)
         own = joined(parts)[1]  # windows are many, or the best was measured by something else
-        return self.race.is_lost(own, np.array(best.divergences[: len(own)]))
+        return self.race.is_lost(own, best.by_window("divergence")[: len(own)])
 
     def _options(
         self, plan: SharedPlan, is_done: Callable[[Program, range], bool] = lambda *_: False
     ) -> MeasureOptions:
-        """How a plan is run within the memory there is."""
         ids = self.windows.ids
         window = self.windows.ids.shape[1]
         # What is in the cache gives way: it counts as free here.
@@ -275,25 +274,13 @@ class Evaluator:
         require_time()
         stay_below(self.memory)
 
-    def _free_share(self) -> int:
-        if self.limit is not None:
-            return self.limit
-        return max(0, int(KEPT_SHARE * available_bytes(self.model.device, self.memory)))
-
-    def _summary(self, parts: list[ByWindow], leader: tuple[Values, Values] | None) -> MeasuredProgram:
-        numbers = {name: tensor.numpy() for name, tensor in one_after_the_other(parts).items()}
-        nll = numbers["nll"]
-        divergence = numbers["divergence"]
-        blocks = tuple(_blocks(parts).tolist()) if self.blocks > 1 else ()
-        accepted = {name: tuple(numbers[name].tolist()) for name in ACCEPTANCES if name in numbers}
-        whole = len(nll) == len(self.windows.ids)
-        if whole or leader is None:
-            found = estimate(nll, divergence)
-        else:
-            found = estimate_beside(nll, divergence, *leader)
-        tokens = len(nll) * (self.windows.ids.shape[1] - 1)
-        known = {"blocks": blocks, "acceptances": accepted, "whole": whole}
-        return MeasuredProgram.of(found, tokens, nll, divergence, **known)
+    def _summary(self, parts: list[ByWindow], best: Quality | None) -> Quality:
+        values = {name: tensor.numpy() for name, tensor in one_after_the_other(parts).items() if name != "blocks"}
+        if self.blocks > 1:
+            values["blocks"] = _blocks(parts)
+        count = len(values["nll"])
+        tokens = count * (self.windows.ids.shape[1] - 1)
+        return quality_of(values, tokens, count == len(self.windows.ids), best)
 
 
 def _blocks(parts: list[ByWindow]) -> Values:

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from surgeon.findings.trials import MOST_DIVERGENCE
-from surgeon.quality.summary import CONFIDENCE, interval
+from surgeon.quality.summary import CONFIDENCE, Quality, interval
+from surgeon.searches.mixture import Trial
 from surgeon.searches.optimise import Numbers
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.quantities import Aspect
-from surgeon.searches.trial import MeasuredProgram, Trial
 
 RESAMPLES = 2000
 SENSITIVITY = 1.0  # S of Kneedle
@@ -122,7 +122,7 @@ class QualityCurve:
 def quality_curves(
     along: Aspect,
     trials: Sequence[Trial],
-    original: MeasuredProgram,
+    original: Quality,
     pricing: Pricing,
     resamples: int = RESAMPLES,
 ) -> list[QualityCurve]:
@@ -143,7 +143,9 @@ def quality_curves(
         costs = np.array([dense, *(prices[trial.number] for trial in own)])
         if not (costs < dense).any():  # a space that does not lessen it
             continue
-        windows = np.array([np.zeros(len(original.divergences)), *(trial.measured.divergences for trial in own)])
+        windows = np.array(
+            [np.zeros(len(original.by_window("divergence"))), *(one.measured.by_window("divergence") for one in own)]
+        )
         means = np.where(np.isfinite(windows).all(axis=1), windows.mean(axis=1), math.inf)
         points = []
         for row in non_dominated(np.stack([costs, means], axis=1))[::-1]:

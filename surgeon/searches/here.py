@@ -25,12 +25,11 @@ from surgeon.runtime.batching.request import Sampling
 from surgeon.runtime.comm.link import Link, parse_link
 from surgeon.runtime.worker.options import RankOptions, choose_device
 from surgeon.runtime.worker.ranks import Ranks
-from surgeon.searches.goals import PricedQuestion
-from surgeon.searches.limits import Limit
-from surgeon.searches.quantities import HERE, show_seconds
+from surgeon.searches.mixture import Trial
+from surgeon.searches.priced import PricedQuestion
+from surgeon.searches.quantities import HERE, Limit, show_seconds
 from surgeon.searches.question import Question
 from surgeon.searches.storage import say_aside
-from surgeon.searches.trial import Trial
 from surgeon.searches.winners import RUNNERS_UP
 
 ROUNDS = 5
@@ -53,7 +52,6 @@ class TimeHere:
 
     @classmethod
     def of(cls, own: Sequence[float], dense: Sequence[float]) -> TimeHere:
-        """Of a program's seconds, and the unedited model's, in each round."""
         speedup = median(first / second for first, second in zip(dense, own, strict=True))
         return cls(median(own), min(own), max(own), speedup)
 
@@ -143,7 +141,7 @@ def fast_enough_here(
     Raises:
         ValueError: if none of the first few does.
     """
-    limits = question.budget.limits
+    limits = question.settings.limits
     dense = question.mixture.model.program
     if not any(limit.aspect.on == HERE for limit in limits):
         return ranked

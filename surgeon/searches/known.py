@@ -42,15 +42,13 @@ from surgeon.language.sublayer import Sublayer
 from surgeon.models.weights import Factors, FactorSource, TruncatedSVD, WeightMatrix
 from surgeon.opened import Model
 from surgeon.quality.data import Windows
-from surgeon.quality.summary import ACCEPTANCES, Values, estimate, mean_divergence
-from surgeon.searches.goals import PricedQuestion
-from surgeon.searches.mixture import Mixture
+from surgeon.quality.summary import ACCEPTANCES, Quality, mean_divergence, quality_of
+from surgeon.searches.mixture import Mixture, Trial
 from surgeon.searches.optimise import Counts, Numbers
+from surgeon.searches.priced import PricedQuestion
 from surgeon.searches.proposer import Proposer
-from surgeon.searches.spaces.measured_ranks import MatrixRanks, MeasuredRanks
-from surgeon.searches.spaces.rank import LowRanks
+from surgeon.searches.spaces.rank import LowRanks, MatrixRanks, MeasuredRanks
 from surgeon.searches.terms import Terms, TermsPlan
-from surgeon.searches.trial import MeasuredProgram, Trial
 
 PASSES = (Scan, Spectrum, Similarity, Sensitivity)  # that a search has a use for
 MOST_COMPARED = 64  # edits that are known, and run for what they do together
@@ -77,7 +75,7 @@ class KnownPass:
 
     name: str
     folder: Path
-    programs: Mapping[str, MeasuredProgram] = field(default_factory=dict)
+    programs: Mapping[str, Quality] = field(default_factory=dict)
     divergence: Mapping[str, float] = field(default_factory=dict)
     ranks: MeasuredRanks | None = None
     missed: Mapping[int, float] = field(default_factory=dict)
@@ -95,7 +93,6 @@ class KnownPass:
         return sum(self.missed.get(layer, math.nan) for layer in edit.layers[1:] or edit.layers)
 
     def foreseen(self, mixture: Mixture) -> int:
-        """Of how many edits it says something."""
         return sum(math.isfinite(self.foresees(edit, mixture)) for edit in mixture.edits)
 
     @property
@@ -144,7 +141,7 @@ class Known:
             mixture, spaces=tuple(MatrixRanks(ranks, one.ranks) if isinstance(one, LowRanks) else one for one in spaces)
         )
 
-    def measured(self, program: Program) -> MeasuredProgram | None:
+    def measured(self, program: Program) -> Quality | None:
         """A program's quality on the search's text, if a pass has measured it."""
         text = str(simplify(program))
         return next((one.programs[text] for one in self.passes if text in one.programs), None)
@@ -301,7 +298,7 @@ def _read_scan(folder: Path, model: Model, windows: Windows) -> KnownPass:
         divergence[text] = mean_divergence(diverged[seen])
         if seen.all() and identity.get("data") == windows.digest:
             measured = {name: own for name, own in zip(ACCEPTANCES, accepted, strict=True) if not np.isnan(own).any()}
-            programs[text] = _measured(nll, diverged, windows, measured)
+            programs[text] = quality_of({"nll": nll, "divergence": diverged, **measured}, windows.predicted)
     return KnownPass(Scan.COMMAND, folder, programs, divergence)
 
 
@@ -327,7 +324,7 @@ def _read_spectrum(folder: Path, model: Model, windows: Windows) -> KnownPass:
         text = str(ranked(model.program, {matrix: rank}))
         divergence[text] = mean_divergence(quality["divergence"])
         if identity.get("data") == windows.digest:
-            programs[text] = _measured(quality["nll"], quality["divergence"], windows)
+            programs[text] = quality_of(quality, windows.predicted)
     if not ranks:
         raise ValueError(
             f"{folder} has measured no rank that saves parameters, so that there is nothing to search; run surgeon "
@@ -335,14 +332,6 @@ def _read_spectrum(folder: Path, model: Model, windows: Windows) -> KnownPass:
         )
     by_matrix = {where: tuple(sorted(own, reverse=True)) for where, own in sorted(ranks.items())}
     return KnownPass(Spectrum.COMMAND, folder, programs, divergence, MeasuredRanks(by_matrix, method, calibration))
-
-
-def _measured(
-    nll: Values, divergence: Values, windows: Windows, accepted: Mapping[str, Values] | None = None
-) -> MeasuredProgram:
-    acceptances = {name: tuple(own.tolist()) for name, own in (accepted or {}).items()}
-    found = estimate(nll, divergence)
-    return MeasuredProgram.of(found, windows.predicted, nll, divergence, acceptances=acceptances)
 
 
 HASH_DIGITS = 12  # that tell models' folders apart

@@ -22,8 +22,11 @@ from surgeon.language.program import Program
 from surgeon.language.recipe import Expect, Recipe
 from surgeon.language.sublayer import ATTENTION
 from surgeon.opened import Model
+from surgeon.quality.summary import Quality
 from surgeon.searches.spaces.base import Claim, Space
 from surgeon.searches.spaces.experts import KeptExperts, Orders
+
+NONE = ""  # the value of a parameter of which no edit is chosen
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,6 @@ class Mixture:
         return found
 
     def with_most_salient(self, choice: Choice) -> Choice:
-        """A choice with as many experts of the same layers, the most salient ones."""
         return as_choice(self.most_salient.get(edit, edit) for edit in choice)
 
     @cached_property
@@ -144,7 +146,6 @@ class Mixture:
         return program
 
     def allows(self, choice: Iterable[Edit]) -> bool:
-        """Whether `program` takes a choice."""
         try:
             self.program(choice)
         except ValueError:
@@ -220,6 +221,78 @@ class Mixture:
         return map(list, found)
 
     @cached_property
+    def parameters(self) -> dict[str, tuple[Edit, ...]]:
+        """By name (the space, the layer, and what tells it from others of both), the edits that a parameter has.
+
+        Each is of edits that begin at one layer and exclude each other: low ranks of an attention and of an MLP are of
+        two. Its value is an edit's text or `NONE`, or for samplers that know no categories, the place among these.
+        """
+        found: dict[tuple[str, int], list[list[Edit]]] = {}
+        for edit in self.edits:
+            groups = found.setdefault((edit.space, edit.first), [])
+            fitting = (group for group in groups if all(self.exclude(edit, other) for other in group))
+            group = next(fitting, None)
+            groups.append([edit]) if group is None else group.append(edit)
+        digits = len(str(self.model.num_layers - 1))
+        named: dict[str, tuple[Edit, ...]] = {}
+        for (space, first), groups in found.items():
+            heads = [{edit.option.partition(":")[0] for edit in group} for group in groups]
+            for number, (group, head) in enumerate(zip(groups, heads, strict=True), 1):
+                words = [space, f"{first:0{digits}}"]
+                if len(groups) > 1:
+                    own = len(head) == 1 and heads.count(head) == 1
+                    words.append(*head) if own else words.append(str(number))
+                named[" ".join(words)] = tuple(group)
+        return named
+
+    @property
+    def categories(self) -> dict[str, BaseDistribution]:
+        return {name: CategoricalDistribution([NONE, *map(str, edits)]) for name, edits in self.parameters.items()}
+
+    @property
+    def numbers(self) -> dict[str, BaseDistribution]:
+        """The same as whole numbers."""
+        return {name: IntDistribution(0, len(edits)) for name, edits in self.parameters.items()}
+
+    def values(self, choice: Choice) -> dict[str, str]:
+        found = dict.fromkeys(self.parameters, NONE)
+        for name, edits in self.parameters.items():
+            for edit in edits:
+                if edit in choice:
+                    found[name] = str(edit)
+        return found
+
+    def choice(self, values: Mapping[str, Any]) -> Choice:
+        """What values of parameters come to.
+
+        In ascending order of edits (by their first layer, their last one, their space) each is taken that goes together
+        with those before it, so that what values come to follows from them alone. What is left out breaks nothing: as a
+        constraint it kept Optuna's samplers, whose first trials have many edits, from finding anything good.
+
+        Raises:
+            ValueError: if a value is none of its parameter's.
+        """
+        wanted: list[Edit] = []
+        for name, value in values.items():
+            if name not in self.parameters:
+                continue
+            texts = [NONE, *map(str, self.parameters[name])]
+            place = value
+            if not isinstance(value, int):
+                place = texts.index(value) if value in texts else -1
+            if not 0 <= place < len(texts):
+                raise ValueError(
+                    f"the parameter {name} is {value!r}; it should be one of {', '.join(map(repr, texts))}"
+                )
+            if place:
+                wanted.append(self.parameters[name][place - 1])
+        chosen: list[Edit] = []
+        for edit in sorted(wanted):
+            if self.is_free(chosen, edit):
+                chosen.append(edit)
+        return tuple(chosen)
+
+    @cached_property
     def _spaces(self) -> dict[str, Space]:
         return {space.name: space for space in self.spaces}
 
@@ -244,90 +317,37 @@ class Mixture:
 
 
 def _attending(program: Program) -> set[int]:
-    """The layers whose attentions a program has."""
     return {layer for one in program.sublayers() if one.kind == ATTENTION for layer in one.layers}
 
 
-NONE = ""  # the value of a parameter of which no edit is chosen
+@dataclass(frozen=True)
+class Proposal:
+    """A program to try.
+
+    Attributes:
+        key: the program's text: equal programs are tried once.
+        source: where the choice comes from, one of `surgeon.findings.edit.SOURCES`.
+        level: for which budget it was made, where a search has several: the effective depth, say.
+    """
+
+    key: str
+    source: str
+    choice: Choice
+    level: float | None = None
 
 
 @dataclass(frozen=True)
-class EditParameters:
-    """One parameter for each space and layer at which its edits can begin; its values are none and these edits.
+class Trial:
+    """A finished trial.
 
-    Edits that begin at one layer and do not exclude each other, as low ranks of an attention and of an MLP, are of
-    parameters of their own. A value is an edit's text, or for samplers that know no categories, its place among the
-    parameter's values.
+    Attributes:
+        number: its place in the order in which trials were asked for.
     """
 
-    mixture: Mixture
-
-    @cached_property
-    def edits(self) -> dict[str, tuple[Edit, ...]]:
-        """Those of each parameter, by its name: the space, the layer, and what tells it from others of both."""
-        digits = len(str(self.mixture.model.num_layers - 1))
-        named: dict[str, tuple[Edit, ...]] = {}
-        for (space, first), groups in self._groups.items():
-            heads = [{edit.option.partition(":")[0] for edit in group} for group in groups]
-            for number, (group, head) in enumerate(zip(groups, heads, strict=True), 1):
-                words = [space, f"{first:0{digits}}"]
-                if len(groups) > 1:
-                    own = len(head) == 1 and heads.count(head) == 1
-                    words.append(*head) if own else words.append(str(number))
-                named[" ".join(words)] = tuple(group)
-        return named
+    number: int
+    proposal: Proposal
+    measured: Quality
 
     @property
-    def categories(self) -> dict[str, BaseDistribution]:
-        """What samplers search: the values of every parameter."""
-        return {name: CategoricalDistribution(texts) for name, texts in self._texts.items()}
-
-    @property
-    def numbers(self) -> dict[str, BaseDistribution]:
-        """The same as whole numbers."""
-        return {name: IntDistribution(0, len(edits)) for name, edits in self.edits.items()}
-
-    def values(self, choice: Choice) -> dict[str, str]:
-        wanted = set(choice)
-        return {name: next((str(edit) for edit in edits if edit in wanted), NONE) for name, edits in self.edits.items()}
-
-    def choice(self, values: Mapping[str, Any]) -> Choice:
-        """What values come to.
-
-        In ascending order of edits (by their first layer, their last one, their space) each is taken that goes together
-        with those before it, so that what values come to follows from them alone. What is left out breaks nothing: as a
-        constraint it kept Optuna's samplers, whose first trials have many edits, from finding anything good.
-
-        Raises:
-            ValueError: if a value is none of its parameter's.
-        """
-        wanted = [self._edit(name, value) for name, value in values.items() if name in self.edits]
-        chosen: list[Edit] = []
-        for edit in sorted(edit for edit in wanted if edit is not None):
-            if self.mixture.is_free(chosen, edit):
-                chosen.append(edit)
-        return tuple(chosen)
-
-    def _edit(self, name: str, value: Any) -> Edit | None:
-        texts = self._texts[name]
-        place = value if isinstance(value, int) else texts.index(value) if value in texts else -1
-        if not 0 <= place < len(texts):
-            raise ValueError(f"the parameter {name} is {value!r}; it should be one of {', '.join(map(repr, texts))}")
-        if place:
-            return self.edits[name][place - 1]
-        return None
-
-    @cached_property
-    def _texts(self) -> dict[str, list[str]]:
-        return {name: [NONE, *map(str, edits)] for name, edits in self.edits.items()}
-
-    @cached_property
-    def _groups(self) -> dict[tuple[str, int], list[list[Edit]]]:
-        """By space and first layer, edits of which every two exclude each other."""
-        found: dict[tuple[str, int], list[list[Edit]]] = {}
-        for edit in self.mixture.edits:
-            groups = found.setdefault((edit.space, edit.first), [])
-            fitting = (group for group in groups if all(self.mixture.exclude(edit, other) for other in group))
-            group = next(fitting, None)
-            groups.append([edit]) if group is None else group.append(edit)
-        return found
+    def program(self) -> Program:
+        return Program.parse(self.proposal.key)

@@ -29,12 +29,13 @@ from surgeon.language.sublayer import FEED_FORWARD, Sublayer
 from surgeon.memory import show_size
 from surgeon.models.shapes import ModelShapes
 from surgeon.opened import Model
+from surgeon.quality.summary import Quality
 from surgeon.runtime.batching.windows import BLOCK_TOKENS
 from surgeon.runtime.plan.memory import footprint
 from surgeon.runtime.plan.placement import Group, Work, assigned_branches, work_of
 from surgeon.runtime.plan.specification import Plan
-from surgeon.searches.quantities import DRAFT_PASS, HERE, Aspect
-from surgeon.searches.trial import MeasuredProgram, Trial
+from surgeon.searches.mixture import Trial
+from surgeon.searches.quantities import DRAFT_PASS, HERE, Aspect, Limit
 
 _ONE = Program.parse("A0")  # what stretches are put behind, to see what they add
 
@@ -76,9 +77,8 @@ class Pricing:
         _ = self.dense
 
     @cached_property
-    def dense(self) -> tuple[float, ...]:
-        """The unedited model's costs."""
-        return tuple(self._cost(aspect, self.model.program) for aspect in self.aspects)
+    def dense(self) -> dict[Aspect, float]:
+        return {aspect: self._cost(aspect, self.model.program) for aspect in self.aspects}
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -102,8 +102,12 @@ class Pricing:
         return tuple(self.price(aspect, program) for aspect in self.aspects)
 
     def is_cheaper(self, program: Program) -> bool:
-        """Whether a program costs less of something than the unedited model."""
-        return any(price < dense for price, dense in zip(self.prices(program), self.dense, strict=True))
+        return any(self.price(aspect, program) < dense for aspect, dense in self.dense.items())
+
+    def shortfalls(self, limits: Iterable[Limit], program: Program) -> tuple[float, ...]:
+        """How far a program is from each limit on what follows from it, as `Limit.shortfall` has it."""
+        priced = (limit for limit in limits if limit.aspect.is_priced)
+        return tuple(limit.shortfall(self.price(limit.aspect, program), self.dense[limit.aspect]) for limit in priced)
 
     def price(self, aspect: Aspect, program: Program) -> float:
         try:
@@ -111,7 +115,7 @@ class Pricing:
         except ValueError:
             return math.inf
 
-    def cost(self, aspect: Aspect, program: Program, measured: MeasuredProgram) -> float:
+    def cost(self, aspect: Aspect, program: Program, measured: Quality) -> float:
         """The same, or what was measured; infinite where it is not known."""
         if aspect.is_priced:
             return self.price(aspect, program)
@@ -149,7 +153,6 @@ class Pricing:
         return seconds / self._dense_seconds[aspect.on]
 
     def drafting(self, on: str) -> DraftPrices:
-        """The unedited model on a hardware, with programs that draft for it."""
         if on not in self._drafting:
             hardware = self.hardware[on]
             load = self.workload
@@ -158,7 +161,6 @@ class Pricing:
         return self._drafting[on]
 
     def _experts(self, program: Program) -> list[int]:
-        """How many each mixture of a program has."""
         shapes = self.model.shapes.layer_shapes
         mixtures = (one for one in program.sublayers() if shapes.of(one).mixture is not None)
         return [shapes.experts(one) for one in mixtures if one.kind == FEED_FORWARD]
@@ -230,7 +232,6 @@ class Pricing:
         return replace(self.deployment, dtype=self.deployment.dtype or hardware.dtype(self.model.shapes.dtype))
 
     def _sum(self, what: str, program: Program, cost: Callable[[Program], float]) -> float:
-        """The sum over a program's stretches of what each costs."""
         if program not in self._stretches:
             stretches = map(Program, _stretches(self._alike(program)))
             self._stretches[program] = Counter(self._priced.setdefault(part, _Priced(part)) for part in stretches)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -12,12 +12,19 @@ import numpy as np
 from surgeon.findings.edit import ADDITIVE, NEIGHBOUR, REGRESSION, SECOND_ORDER, WINDOW, Choice, Edit, as_choice
 from surgeon.findings.trials import MOST_DIVERGENCE
 from surgeon.language.program import Program
-from surgeon.searches.goals import Goal, Prices
-from surgeon.searches.mixture import Mixture
-from surgeon.searches.optimise import BEAM, Counts, Damage, Flags, Numbers, Savings, best_choices, useful_edits
-from surgeon.searches.surrogate import Surrogate
+from surgeon.searches.mixture import Mixture, Proposal, Trial
+from surgeon.searches.optimise import (
+    BEAM,
+    Counts,
+    Damage,
+    Flags,
+    Numbers,
+    Savings,
+    Surrogate,
+    best_choices,
+    useful_edits,
+)
 from surgeon.searches.terms import Terms
-from surgeon.searches.trial import Proposal, Trial
 
 Value = Callable[[Trial], float]
 Promise = Callable[[Program, float], float]  # what a program of some divergence may be worth; less is better
@@ -32,6 +39,73 @@ _HOPELESS = 10.0  # times the best: what is worse teaches nothing about where th
 _CURIOSITY = (0.0, 0.5, 1.0, 2.0)
 _UNSURE = 8  # trials of a goal, before which none is ruled out
 _TRUSTED = 0.3  # of a prediction: it is not off by more, or choices that break the model would look interesting
+
+
+Prices = Callable[[Program], tuple[float, ...]]  # what a program costs of each limited quantity; less is better
+
+ANY = 1e300  # of a price that a goal does not limit
+_SLACK = 1e-9
+
+
+@dataclass(frozen=True)
+class Goal:
+    """Limits that a program is to keep.
+
+    Attributes:
+        most: of each of the prices.
+        level: of the cost that is looked along, if this is one of several goals.
+    """
+
+    most: tuple[float, ...]
+    level: float | None = None
+
+    @property
+    def limited(self) -> tuple[bool, ...]:
+        return tuple(most < ANY for most in self.most)
+
+    def is_met(self, prices: Sequence[float]) -> bool:
+        return all(price <= most + _SLACK * abs(most) for price, most in zip(prices, self.most, strict=True))
+
+
+def evenly(goals: Sequence[Goal], trials: Sequence[Trial], total: int) -> list[int]:
+    """How many of so many trials each goal gets: the same in the end, those with the fewest so far first."""
+    had = [sum(trial.proposal.level == goal.level for trial in trials) for goal in goals]
+    counts = [0] * len(goals)
+    for _ in range(total):
+        fewest = min(range(len(goals)), key=lambda place: (had[place] + counts[place], place))
+        counts[fewest] += 1
+    return counts
+
+
+def near_the_best(goals: Sequence[Goal], best: Mapping[float | None, float], total: int) -> list[int]:
+    """The same, but most to the level of the best trial and those next best, once every level has one.
+
+    Args:
+        best: of each level, the value of its best trial; less is better.
+    """
+    order = sorted(range(len(goals)), key=lambda place: (best.get(goals[place].level, -math.inf), place))
+    new = [place for place in order if goals[place].level not in best]
+    places = [*new, *(order[min(rank, len(order) - 1)] for rank in (0, 0, 1, 2))]
+    counts = [0] * len(goals)
+    for turn in range(total):
+        counts[places[turn % len(places)]] += 1
+    return counts
+
+
+def at_the_edge(goals: Sequence[Goal], good: Collection[float | None], total: int) -> list[int]:
+    """The same, but most to where what is good enough ends: the cheapest level that has it, and the next cheaper ones.
+
+    Args:
+        goals: in the order of their levels, the dearest first.
+        good: levels with a trial that is good enough.
+    """
+    edge = max((place for place, goal in enumerate(goals) if goal.level in good), default=0)
+    # A cheaper level is worth more: to do better on one that is met already wins nothing.
+    places = [place for place in (edge + 1, edge + 1, edge + 2, edge) if place < len(goals)]
+    counts = [0] * len(goals)
+    for turn in range(total):
+        counts[places[turn % len(places)]] += 1
+    return counts
 
 
 @dataclass(frozen=True)
@@ -95,7 +169,6 @@ class Proposer:
         return [*found.values()]
 
     def surrogate(self, trials: Sequence[Trial]) -> Surrogate:
-        """What the trials say about the terms."""
         known = [trial for trial in trials if self.knows(trial.proposal.choice)]
         finite = [trial for trial in known if math.isfinite(trial.measured.divergence)]
         by_level: dict[float | None, float] = {}
@@ -119,7 +192,6 @@ class Proposer:
         return self._known_prices[choice]
 
     def program(self, choice: Choice) -> Program | None:
-        """The program of a choice; None if its edits do not go together."""
         if choice not in self._known_programs:
             try:
                 self._known_programs[choice] = self.mixture.program(choice)
@@ -128,7 +200,6 @@ class Proposer:
         return self._known_programs[choice]
 
     def meets(self, choice: Choice, goal: Goal) -> bool:
-        """Whether a choice is a program that keeps a goal's limits."""
         prices = self.price(choice)
         return prices is not None and goal.is_met(prices)
 
@@ -216,7 +287,6 @@ class Proposer:
         return choice
 
     def _windows(self, goal: Goal) -> list[Choice]:
-        """Stretches, each as long as the goal needs."""
         if goal not in self._known_windows:
             found = []
             for stretch in self.mixture.stretches():
@@ -296,7 +366,6 @@ class Proposer:
 
     @property
     def can_meet(self) -> bool:
-        """Whether choices are known that meet one of the goals."""
         return any(self._additive[goal] or self._windows(goal) for goal in self.goals)
 
     @cached_property

@@ -8,19 +8,22 @@ tensor-parallel ones.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from surgeon.errors import did_you_mean
 from surgeon.memory import parse_size, show_size
 
 if TYPE_CHECKING:  # who reads quantities does without numpy
-    from surgeon.searches.trial import MeasuredProgram
+    from surgeon.quality.summary import Quality
 
 HERE = "here"  # in the place of a hardware: this machine
 DRAFT = "draft"
 DRAFT_PASS = "draft_pass"
+_LIMIT = re.compile(r"(?P<name>[^=<>@\s]+)\s*(?P<sign>=|<=|>=)\s*(?P<amount>[^@\s]*)\s*(?:@\s*(?P<on>.+))?")
+NEAR = 1e-9  # in parts of a cost: what sums round
 _THOUSANDS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 
 
@@ -41,7 +44,7 @@ class Quantity:
     name: str
     read: Callable[[str], float]
     show: Callable[[float], str]
-    measure: Callable[[MeasuredProgram, str], float] | None = None
+    measure: Callable[[Quality, str], float] | None = None
     timed: bool = False
     upward: bool = False
     divides: bool = True
@@ -132,7 +135,15 @@ QUANTITIES = {
         # Seconds of a pass that drafts a token of every text, beside the unedited model's keys and values.
         Quantity(DRAFT_PASS, _seconds, show_seconds, timed=True),
         # Times the unedited model's tokens per second, with the same text, where the program drafts for it.
-        Quantity(DRAFT, _times, _show_times, lambda found, _: found.draft_time, timed=True, upward=True, divides=False),
+        Quantity(
+            DRAFT,
+            _times,
+            _show_times,
+            lambda found, _: found.more.get("draft_time", math.nan),
+            timed=True,
+            upward=True,
+            divides=False,
+        ),
         # From the unedited model, nats per token.
         Quantity("divergence", _positive, "{:.4g} nats".format, lambda found, _: found.divergence, divides=False),
         Quantity("perplexity", _positive, "{:.4g}".format, lambda found, _: found.perplexity),  # on the text
@@ -175,10 +186,9 @@ class Aspect:
 
     @property
     def is_priced(self) -> bool:
-        """Whether it follows from a program alone; else it is measured."""
         return self.quantity.measure is None
 
-    def measured(self, found: MeasuredProgram) -> float:
+    def measured(self, found: Quality) -> float:
         """Its cost by what was measured of a program; infinite where that is not known."""
         measure = self.quantity.measure
         assert measure is not None, f"{self} follows from a program"
@@ -205,7 +215,6 @@ class Aspect:
         return _UNITS.get(self.name, f"{self}{' (per token)' if self.name == 'latency' else ''}")
 
     def show(self, cost: float) -> str:
-        """A cost for people, with its name: depth 12, latency 12.3 ms@h100-sxm."""
         return f"{self.name} {self.quantity.show(cost)}" + (f"@{self.on}" if self.on else "")
 
 
@@ -260,3 +269,105 @@ def parse_objectives(text: str) -> tuple[Aspect, ...]:
             raise ValueError(f"objective {text!r} names {objective} twice; keep one")
         found.append(objective)
     return tuple(found)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The most that one quantity may cost.
+
+    Attributes:
+        amount: a cost as `Quantity` has it, or of relative limits, in parts of the unedited model's.
+        text: as the user wrote it.
+    """
+
+    aspect: Aspect
+    amount: float
+    relative: bool
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+    def most(self, dense: float) -> float:
+        if self.relative:
+            return self.amount * dense
+        return self.amount
+
+    def shortfall(self, cost: float, dense: float) -> float:
+        """How far a cost is from the limit: 0 within it, 1 as far as the unedited model's cost.
+
+        Where that is within the limit, or no measure, in parts of the limit.
+        """
+        most = self.most(dense)
+        if cost <= most + NEAR * abs(most):
+            return 0.0
+        if most < dense < math.inf and self.aspect.is_priced:
+            return (cost - most) / (dense - most)
+        return (cost - most) / abs(most)
+
+    def lack(self, measured: Quality, original: Quality) -> float:
+        """How far a measured program is from a limit of quality, given the unedited model on the same text."""
+        return self.shortfall(self.aspect.measured(measured), self.aspect.measured(original))
+
+
+def parse_limits(text: str) -> tuple[Limit, ...]:
+    """The limits that a user writes, with commas between them.
+
+    `=` is a limit like `<=`, or for a speedup like `>=`; behind a number, `x` is in parts of the unedited model's. A
+    depth may have both: `depth>=20` is for a model that is to be deeper.
+
+    Raises:
+        ValueError: if one cannot be read, its quantity is unknown, it limits nothing, or one is limited twice.
+    """
+    limits = tuple(_limit(part.strip()) for part in text.split(","))
+    for number, limit in enumerate(limits):
+        for other in limits[:number]:
+            if other.aspect == limit.aspect:
+                raise ValueError(f"budget {text!r} limits {limit.aspect} twice, by {other} and {limit}; keep one")
+    return limits
+
+
+def _limit(text: str) -> Limit:
+    match = _LIMIT.fullmatch(text)
+    if match is None:
+        raise ValueError(f"budget {text!r} should be a quantity and a value, as in depth=12 or latency=12ms@h100-sxm")
+    name, sign, amount, on = match.group("name", "sign", "amount", "on")
+    aspect = aspect_of(name, on, text)
+    if aspect.name == DRAFT:
+        raise ValueError(
+            f"budget {text!r}: a {DRAFT} is an objective, and no limit; leave it out, and ask for it as such"
+        )
+    aspect = replace(aspect, deep=aspect.name == "depth" and sign == ">=")
+    if sign == ("<=" if aspect.quantity.upward else ">="):
+        raise ValueError(
+            f"budget {text!r} is no limit to what a search may spend; write {name}{'>=' if sign == '<=' else '<='}"
+            f"{amount}{'' if on is None else '@' + on}"
+        )
+    try:
+        return _read(aspect, amount, text)
+    except ValueError as error:
+        raise ValueError(f"budget {text!r}: {error}") from None
+
+
+def _read(aspect: Aspect, amount: str, text: str) -> Limit:
+    quantity = aspect.quantity
+    if quantity.timed and quantity.upward:
+        cost = quantity.read(amount)
+        if cost >= 1:
+            raise ValueError("it should be a number above 1, of times as fast as the unedited model")
+        return Limit(aspect, cost, relative=False, text=text)
+    if not amount.endswith("x"):
+        return Limit(aspect, quantity.read(amount), relative=False, text=text)
+    if not quantity.divides:
+        raise ValueError(f"the unedited model's {aspect.name} is 0; write a number without x, as in {aspect.name}=0.02")
+    try:
+        share = float(amount[:-1])
+    except ValueError:
+        share = math.nan
+    if not aspect.is_priced and not 1 <= share < math.inf:
+        raise ValueError(f"{amount} of the unedited model's should be at least 1x, such as 1.05x")
+    if aspect.deep and not 0 < share < math.inf:
+        raise ValueError(f"{amount} of the unedited model's should be above 0, such as 1x or 1.25x")
+    if aspect.is_priced and not aspect.deep and not 0 < share <= 1:
+        raise ValueError(f"{amount} of the unedited model's should be above 0 and at most 1x, such as 0.8x")
+    return Limit(aspect, share, relative=True, text=text)

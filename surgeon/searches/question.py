@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,11 +15,20 @@ from surgeon.quality.data import DEFAULT_TOKENS
 from surgeon.quality.head import GREEDY, SAMPLED
 from surgeon.runtime.comm.link import parse_link
 from surgeon.searches.drafting import DraftObstacles
-from surgeon.searches.limits import Limit, SearchBudget, parse_limits
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.pricing import Pricing, open_pricing
-from surgeon.searches.quantities import ACCURACY, DEPTH, DRAFT, DRAFT_PASS, HERE, SIZE, Aspect, parse_objectives
-from surgeon.searches.reach import levels_of, require_reachable
+from surgeon.searches.quantities import (
+    ACCURACY,
+    DEPTH,
+    DRAFT,
+    DRAFT_PASS,
+    HERE,
+    SIZE,
+    Aspect,
+    Limit,
+    parse_limits,
+    parse_objectives,
+)
 from surgeon.searches.spaces import DEEPER, parse_spaces, usual_spaces
 
 SURGEON = "surgeon"  # the sampler that goes by what edits do
@@ -84,10 +92,9 @@ class Question:
         if self.draft is not None:
             if len(self.objectives) > 1:
                 raise ValueError(f"objective {self.objective!r}: a {DRAFT} is looked for alone; leave the others out")
-            of_quality = [limit for limit in self.limits if not limit.aspect.is_priced]
-            if of_quality:
+            if self.of_quality:
                 raise ValueError(
-                    f"budget {of_quality[0]}: drafts cost no quality, as the model verifies them; leave it out"
+                    f"budget {self.of_quality[0]}: drafts cost no quality, as the model verifies them; leave it out"
                 )
         _ = self.limits
 
@@ -121,6 +128,10 @@ class Question:
             return ()
         return parse_limits(self.budget)
 
+    @property
+    def of_quality(self) -> tuple[Limit, ...]:
+        return tuple(limit for limit in self.limits if not limit.aspect.is_priced)
+
     @cached_property
     def objectives(self) -> tuple[Aspect, ...]:
         found = parse_objectives(self.objective)
@@ -137,7 +148,6 @@ class Question:
 
     @property
     def acceptance(self) -> str:
-        """By which acceptance drafts are looked for."""
         if self.sampled_acceptance:
             return SAMPLED
         return GREEDY
@@ -182,17 +192,14 @@ class Question:
 
     @property
     def aspects(self) -> tuple[Aspect, ...]:
-        """The costs that have to be known, each once."""
         every = (*(limit.aspect for limit in self.limits), *self.objectives, *self.along)
         return tuple(dict.fromkeys(aspect for aspect in every if aspect.is_priced))
 
     @property
     def is_timed_here(self) -> bool:
-        """Whether a cost is a time on this machine."""
         return any(aspect.on == HERE for aspect in self.aspects)
 
     def workload(self, positions: int) -> Workload:
-        """What is asked of a model of so many positions."""
         return Workload.within(positions, self.batch, self.prompt, self.new)
 
     def mixture(self, model: Model) -> Mixture:
@@ -218,36 +225,9 @@ class Question:
         deployment = Deployment(self.ranks, emulated=parse_link(self.link_delay, None))
         return open_pricing(model, self.aspects, deployment, self.workload(model.positions), here)
 
-    def priced(self, mixture: Mixture, here: Hardware | None = None) -> SearchBudget:
-        """The budget for a model, with warnings of what to know of it.
-
-        Args:
-            here: this machine, if a cost is a time on it.
-
-        Raises:
-            FileNotFoundError, ValueError: if there is no such hardware, the link's delay is no time, the model is
-                within the budget already, the spaces do not bring it there, or lessen nothing of what is looked along.
-        """
-        pricing = self.pricing(mixture.model, here)
-        for note in pricing.notes:
-            warnings.warn(note, stacklevel=2)
-        budget = SearchBudget(self.limits, pricing)
-        if budget.of_programs:
-            for note in budget.require_work():
-                warnings.warn(note, stacklevel=2)
-            require_reachable(budget, mixture)
-        if self.along and not any(levels_of(cost, budget, mixture) for cost in self.along):
-            names = " or ".join(map(str, self.along))
-            raise ValueError(
-                f"nothing of the space {self.space} lessens {names}, along which this search would look; add a "
-                "space that does, or give a budget"
-            )
-        return budget
-
 
 def _saves(mixture: Mixture, pricing: Pricing) -> bool:
-    """Whether edits of every layer together save more than a hundredth of something."""
-    for aspect, dense in zip(pricing.aspects, pricing.dense, strict=True):
+    for aspect, dense in pricing.dense.items():
         best: dict[int, float] = {}
         for edit, program in zip(mixture.edits, mixture.single_edits, strict=True):
             best[edit.first] = max(best.get(edit.first, 0.0), dense - pricing.price(aspect, program))

@@ -18,14 +18,14 @@ from surgeon.findings.search import SearchRun
 from surgeon.language.recipe import Recipe
 from surgeon.processes.files import finite, write_text
 from surgeon.quality.head import GREEDY
+from surgeon.quality.summary import ACCEPTANCES, Quality
 from surgeon.searches.drafting import FoundDraft
 from surgeon.searches.front import FrontPoint, QualityCurve
-from surgeon.searches.goals import PricedQuestion
-from surgeon.searches.limits import SearchBudget
-from surgeon.searches.quantities import DEPTH, Aspect
+from surgeon.searches.mixture import Trial
+from surgeon.searches.priced import PricedQuestion
+from surgeon.searches.quantities import DEPTH, Aspect, Limit
 from surgeon.searches.search import SUBLAYERS
 from surgeon.searches.terms import Terms
-from surgeon.searches.trial import MeasuredProgram, Trial
 from surgeon.searches.winners import HealedFinalists, HeldOutComparison, quality_json
 from surgeon.words import WIDTH, plural
 
@@ -51,18 +51,17 @@ class Winner:
     healing: HealedFinalists | None = None
     draft: FoundDraft | None = None
 
-    def missed_unseen(self, budget: SearchBudget) -> list[str]:
+    def missed_unseen(self, limits: Sequence[Limit]) -> list[str]:
         """Limits of quality that the winner keeps on the text of the search, but not on held-out text, in sentences."""
         known = {"": self.comparison, " once it is healed": self.healing.after if self.healing else None}
         missed = []
         for when, comparison in known.items():
             if comparison is not None:
                 unseen = next(one.unseen for one in comparison.finalists if one.trial.number == self.trial.number)
-                short = budget.quality_shortfalls(unseen, comparison.original)
                 missed += [
                     f"{limit} is not kept on held-out text{when}: {limit.aspect.show(limit.aspect.measured(unseen))}"
-                    for limit, lacks in zip(budget.of_quality, short, strict=True)
-                    if lacks
+                    for limit in limits
+                    if not limit.aspect.is_priced and limit.lack(unseen, comparison.original)
                 ]
         return missed
 
@@ -92,7 +91,7 @@ def trials_table(question: PricedQuestion, trials: Sequence[Trial]) -> pd.DataFr
 def terms_table(question: PricedQuestion, terms: Terms) -> pd.DataFrame:
     """One row per edit: what it does alone, what it saves (of a speedup, in parts of the time), how it correlates."""
     mixture = question.mixture
-    pricing = question.budget.pricing
+    pricing = question.pricing
     dense = {aspect: pricing.price(aspect, mixture.model.program) for aspect in _priced(question)}
     rows = []
     for place, edit in enumerate(mixture.edits):
@@ -179,18 +178,17 @@ def quality_table(curves: Sequence[QualityCurve]) -> pd.DataFrame:
 
 
 def _priced(question: PricedQuestion) -> list[Aspect]:
-    return list(dict.fromkeys([DEPTH, *question.budget.pricing.aspects]))
+    return list(dict.fromkeys([DEPTH, *question.pricing.aspects]))
 
 
 def _edits(trial: Trial) -> str:
     return "; ".join(map(str, trial.proposal.choice))
 
 
-def _quality(measured: MeasuredProgram) -> dict[str, float]:
+def _quality(measured: Quality) -> dict[str, float]:
     names = ("divergence", "divergence_low", "divergence_high", "perplexity")
-    accepted = (GREEDY, *(name for name in measured.acceptances if name != GREEDY))
-    found = {name: getattr(measured, name) for name in names}
-    return found | {name: measured.acceptance(name) for name in accepted}
+    accepted = [name for name in ACCEPTANCES if name == GREEDY or measured.knows(name)]
+    return {name: getattr(measured, name) for name in (*names, *accepted)}
 
 
 def lost_trials(folder: Path, study: str, place: str, finished: int) -> list[str]:
@@ -253,7 +251,6 @@ class SearchWork:
 
     @classmethod
     def of(cls, terms: Terms | None, stored: Iterable[FrozenTrial]) -> SearchWork:
-        """By the terms and the trials that a study has."""
         together = math.fsum(one.user_attrs.get(SUBLAYERS, 0.0) for one in stored)
         if terms is None:
             return cls(0, 0, 0.0, together)
@@ -282,7 +279,7 @@ def found_json(question: PricedQuestion, winner: Winner, curves: Sequence[Qualit
         "original": quality_json(question.original) | finite(question.original.more),
     }
     if winner.comparison is not None:
-        missed = winner.missed_unseen(question.budget)
+        missed = winner.missed_unseen(question.settings.limits)
         found["held_out"] = dict(winner.text) | winner.comparison.to_json() | {"limits_missed": missed}
     if winner.healing is not None:
         found["healing"] = winner.healing.to_json()

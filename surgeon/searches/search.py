@@ -8,35 +8,45 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from importlib.util import find_spec
 from threading import Lock
 from typing import Any
 
 import optuna
-from optuna.distributions import CategoricalDistribution, IntDistribution
-from optuna.samplers import CmaEsSampler
+from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.samplers import BaseSampler, CmaEsSampler, GPSampler, NSGAIISampler, RandomSampler, TPESampler
 from optuna.trial import FrozenTrial, TrialState
 
+from surgeon.errors import did_you_mean
 from surgeon.findings.edit import SOURCES, Choice
 from surgeon.language.program import Program
+from surgeon.quality.summary import Quality
 from surgeon.searches.evaluate import Evaluator
-from surgeon.searches.goals import PricedQuestion
 from surgeon.searches.known import Known
-from surgeon.searches.mixture import EditParameters
+from surgeon.searches.mixture import Proposal, Trial
+from surgeon.searches.priced import PricedQuestion
 from surgeon.searches.proposer import Proposer
+from surgeon.searches.question import SURGEON
 from surgeon.searches.terms import Terms, TermsPlan, measure_terms
-from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
 
 BATCH = 8  # proposals that are made of the same knowledge, and measured together
 FIRST = 3  # of the first round, for each goal: one of every kind
 FIRST_OF_ALL = 30  # of the first round, for all goals, where they are many
 MIXTURE = "mixture"
 DIGITS = 9  # of what was measured: further ones may depend on what it was measured together with
-PROGRAM, EDITS, SOURCE, LEVEL = "program", "edits", "source", "level"  # attributes of trials
-MEASURED, SUBLAYERS = "measured", "sublayers"  # the same, when they are told
+# Attributes of trials.
+PROGRAM = "program"
+EDITS = "edits"
+SOURCE = "source"
+LEVEL = "level"
+# The same, when they are told.
+MEASURED = "measured"
+SUBLAYERS = "sublayers"
 _WORST = 100.0  # of a constraint
+_WORST_COST = 1e30  # as Optuna's tools can show it
 _OUTSIDE = 1e6  # what a sampler without constraints is told of programs outside the budget, beside how far
 
 
@@ -71,11 +81,6 @@ class Search:
     @cached_property
     def terms_plan(self) -> TermsPlan:
         return self.known.plan(self.question)
-
-    @cached_property
-    def parameters(self) -> EditParameters:
-        """The edits as Optuna knows them."""
-        return EditParameters(self.question.mixture)
 
     @cached_property
     def strands(self) -> dict[str, Proposer]:
@@ -124,9 +129,9 @@ class Search:
         for proposer in self.strands.values():
             for proposal in proposer.first_round(count):
                 found.setdefault(proposal.key, proposal)
-        if self.question.settings.draft is None:
+        if self.question.drafting is None:
             return [*found.values()]
-        return next(iter(self.strands.values())).in_order(found.values(), self.question.promised)
+        return next(iter(self.strands.values())).in_order(found.values(), self.question.drafting.promise)
 
     def _next_round(self, finished: Sequence[Trial], running: Collection[str] = ()) -> list[Proposal]:
         """At most `BATCH` proposals, half of them the mixture's."""
@@ -152,7 +157,7 @@ class Search:
         Args:
             attributes: of the trial, which may say where it comes from, and for which level.
         """
-        choice = self.parameters.choice(values)
+        choice = self.question.mixture.choice(values)
         known = attributes or {}
         program = self.question.mixture.program(choice)
         level = known[LEVEL] if LEVEL in known else self.question.level(program)
@@ -165,11 +170,12 @@ class Search:
         if known not in self._trials:
             proposal = self.proposal(stored.params, stored.user_attrs)
             if MEASURED in stored.user_attrs:
-                read = MeasuredProgram.from_json(_rounded(json.loads(measured)))
-                found = self.question.valued(Program.parse(proposal.key), read)
+                read = _rounded(json.loads(measured))
+                windows = {name: tuple(own) for name, own in read.pop("windows").items()}
+                found = self.question.valued(Program.parse(proposal.key), Quality(**read, windows=windows))
             else:
                 value = stored.values[0] if stored.values else math.inf
-                found = MeasuredProgram(value, value, math.nan, math.nan, 0)
+                found = Quality(value, divergence=value)
             self._trials[known] = Trial(number, proposal, found)
         return self._trials[known]
 
@@ -182,14 +188,14 @@ class Search:
         return [
             self.trial(one, place)
             for place, one in enumerate(kept)
-            if one.state.is_finished() and self.parameters.edits.keys() <= one.params.keys()
+            if one.state.is_finished() and self.question.mixture.parameters.keys() <= one.params.keys()
         ]
 
     def objective(self, trial: optuna.Trial) -> float | tuple[float, ...]:
-        """Measure what a trial's parameters say."""
         sampler = trial.study.sampler
         is_numbered = isinstance(sampler, CmaEsSampler)  # which knows no categories, and no constraints
-        for name, kind in (self.parameters.numbers if is_numbered else self.parameters.categories).items():
+        mixture = self.question.mixture
+        for name, kind in (mixture.numbers if is_numbered else mixture.categories).items():
             if isinstance(kind, IntDistribution):
                 trial.suggest_int(name, kind.low, kind.high)
             elif isinstance(kind, CategoricalDistribution):
@@ -207,7 +213,7 @@ class Search:
             PROGRAM: proposal.key,
             EDITS: "; ".join(map(str, proposal.choice)),
             SOURCE: proposal.source or str(sampler).removesuffix("Sampler"),
-            MEASURED: json.dumps(measured.to_json()),  # readers of JSON do not agree on infinities and NaN
+            MEASURED: json.dumps(asdict(measured)),  # readers of JSON do not agree on infinities and NaN
             SUBLAYERS: round(ran, 1),
         }
         for name, value in attributes.items():
@@ -220,37 +226,40 @@ class Search:
         if len(costs) > 1:
             return tuple(costs)
         if not measured.whole:
-            trial.report(costs[0], len(measured.divergences))
+            trial.report(costs[0], len(measured.by_window("divergence")))
             raise optuna.TrialPruned
         return costs[0]
 
-    def measure(self, proposal: Proposal, earlier: Sequence[Trial], races: bool = True) -> MeasuredProgram:
+    def measure(self, proposal: Proposal, earlier: Sequence[Trial], races: bool = True) -> Quality:
         """Measure a proposal against the best of its kind so far; what is known already is not run again."""
         program = Program.parse(proposal.key)
         same = next((one.measured for one in earlier if one.proposal.key == proposal.key and one.measured.whole), None)
         passed = self.known.measured(program)
-        if passed is not None and self._says_all(passed):
+        drafting = self.question.drafting
+        if passed is not None and (drafting is None or passed.knows(drafting.by)):
             same = passed
         if same is None:
             rival = self._rival(proposal, earlier) if races else None
             same = self.evaluator.measure([program], None if rival is None else rival.measured)[program]
         return self.question.valued(program, same)
 
-    def _says_all(self, measured: MeasuredProgram) -> bool:
-        """Whether what a pass has measured of a program is all that the objectives take."""
-        settings = self.question.settings
-        return settings.draft is None or settings.acceptance in measured.acceptances
-
-    def costs(self, proposal: Proposal, measured: MeasuredProgram) -> list[float]:
+    def costs(self, proposal: Proposal, measured: Quality) -> list[float]:
         """What a study has of a trial, by `question.settings.recorded`; what is not finite is as bad as can be said."""
-        return [tellable(cost) for cost in self.question.recorded_costs(proposal, measured)]
+        found = self.question.pricing.costs(self.question.settings.recorded, Trial(0, proposal, measured))
+        return [cost if math.isfinite(cost) else _WORST_COST for cost in found]
 
-    def constraints(self, proposal: Proposal, measured: MeasuredProgram) -> dict[str, float]:
+    def constraints(self, proposal: Proposal, measured: Quality) -> dict[str, float]:
         """How far a trial is from each limit of the budget, by the limit's text; 0 within it."""
-        budget = self.question.budget
-        short = (*budget.shortfalls(Program.parse(proposal.key)), *self.question.lacks_of_quality(measured))
-        limits = zip((*budget.of_programs, *budget.of_quality), short, strict=True)
-        return {str(limit): min(amount, _WORST) for limit, amount in limits}
+        question = self.question
+        program = Program.parse(proposal.key)
+        found = {}
+        for limit in sorted(question.settings.limits, key=lambda limit: not limit.aspect.is_priced):
+            if limit.aspect.is_priced:
+                (short,) = question.pricing.shortfalls([limit], program)
+            else:
+                short = limit.lack(measured, question.original)
+            found[str(limit)] = min(short, _WORST)
+        return found
 
     def _rival(self, proposal: Proposal, earlier: Sequence[Trial]) -> Trial | None:
         """The best trial so far of the same level and, where spaces are looked at by themselves, of the same space.
@@ -274,7 +283,6 @@ class Search:
         return [str(one) for one in self.question.objectives if not one.is_priced] == ["divergence"]
 
     def _space_of(self, choice: Choice) -> str:
-        """The space that all edits of a choice are of, or the mixture."""
         spaces = {edit.space for edit in choice}
         if len(spaces) == 1:
             return spaces.pop()
@@ -288,9 +296,9 @@ class Search:
         sure = self.sure if known and self._is_by_divergence else None
         found = Proposer(question.mixture, terms, question.prices, question.goals, self._value, known, sure)
         found = replace(found, goals=found.goals_worth_trying)
-        if self.question.settings.draft is None:
+        if self.question.drafting is None:
             return found
-        promising = found.promising(self.question.promised)
+        promising = found.promising(self.question.drafting.promise)
         if question.whole is None and not promising.goals:
             return found
         return promising
@@ -302,7 +310,7 @@ class Search:
     def _value(self, trial: Trial) -> float:
         quality = [objective for objective in self.question.objectives if not objective.is_priced]
         if quality:
-            return self.question.budget.pricing.costs(quality, trial)[0]
+            return self.question.pricing.costs(quality, trial)[0]
         return trial.measured.divergence
 
 
@@ -317,8 +325,103 @@ def _rounded(value: Any) -> Any:
     return value
 
 
-def tellable(value: float) -> float:
-    """A cost as Optuna's tools can show it."""
-    if math.isfinite(value):
-        return value
-    return 1e30
+CMAES = "cmaes"
+POPULATION = 16  # of nsga2: searches have tens of trials, and Optuna's 50 would all be drawn at random
+
+
+class SurgerySampler(BaseSampler):
+    """Asks a search's proposer what a study is to try next.
+
+    It goes by what each edit does alone, which is measured when it is first asked, and by the finished trials of the
+    study, whoever chose them; those that are running count as tried. Nothing in it is random. When nothing is left to
+    try it says the best trial's values again, and stops the study.
+
+    Args:
+        search: as `surgeon.SearchProblem` is one.
+
+    Attributes:
+        is_exhausted: whether nothing was left when it was asked last.
+    """
+
+    def __init__(self, search: Search) -> None:
+        self.search = search
+        self.is_exhausted = False
+        self._others = RandomSampler(seed=0)
+
+    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:  # noqa: ARG002
+        return self.search.question.mixture.categories
+
+    def sample_relative(
+        self,
+        study: optuna.Study,
+        trial: FrozenTrial,
+        search_space: dict[str, BaseDistribution],  # noqa: ARG002
+    ) -> dict[str, Any]:
+        with self.search.lock:
+            stored = [one for one in study.get_trials(deepcopy=False) if one.number != trial.number]
+            finished = self.search.finished(stored)
+            # Of one that was asked for by somebody else just now the parameters are not there yet.
+            open_ = [one for one in stored if not one.state.is_finished()]
+            running = {one.user_attrs[PROGRAM] for one in open_ if PROGRAM in one.user_attrs}
+            # Those who ask at this moment, and asked first, get what would be said first.
+            asking = sum(PROGRAM not in one.user_attrs and one.number < trial.number for one in open_)
+            proposal = self.search.next_proposal(finished, running, asking)
+            self.is_exhausted = proposal is None
+            if proposal is None:
+                best = min(finished, key=lambda one: (one.measured.divergence, one.number), default=None)
+                proposal = Proposal("", "", ()) if best is None else best.proposal
+            for name, value in ((PROGRAM, proposal.key), (SOURCE, proposal.source), (LEVEL, proposal.level)):
+                study._storage.set_trial_user_attr(trial._trial_id, name, value)  # as Optuna's samplers keep theirs
+        return self.search.question.mixture.values(proposal.choice)
+
+    def sample_independent(
+        self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        """A parameter that is none of the search's, at random."""
+        return self._others.sample_independent(study, trial, param_name, param_distribution)
+
+    def after_trial(
+        self,
+        study: optuna.Study,
+        trial: FrozenTrial,  # noqa: ARG002
+        state: TrialState,  # noqa: ARG002
+        values: Sequence[float] | None,  # noqa: ARG002
+    ) -> None:
+        if self.is_exhausted and study._thread_local.in_optimize_loop:
+            study.stop()
+
+
+OTHERS: Mapping[str, Callable[[int], BaseSampler]] = {
+    "tpe": lambda seed: TPESampler(seed=seed),
+    "gp": lambda seed: GPSampler(seed=seed),
+    CMAES: lambda seed: CmaEsSampler(seed=seed),
+    "nsga2": lambda seed: NSGAIISampler(seed=seed, population_size=POPULATION),
+    "random": lambda seed: RandomSampler(seed=seed),
+}
+SAMPLERS = (SURGEON, *OTHERS)
+
+
+def make_sampler(search: Search, name: str, seed: int = 0) -> BaseSampler:
+    """A sampler for the studies of a search.
+
+    Raises:
+        ValueError: if there is none of that name, or it is for one objective and the search has several.
+        ImportError: if it needs a package that is not installed.
+    """
+    require_sampler(name, len(search.question.settings.recorded))
+    if name == SURGEON:
+        return SurgerySampler(search)
+    return OTHERS[name](seed)
+
+
+def require_sampler(name: str, objectives: int) -> None:
+    """Refuse a sampler that cannot be had, as `make_sampler` does."""
+    if name not in SAMPLERS:
+        raise ValueError(f"unknown sampler {name!r}; {did_you_mean(name, SAMPLERS)}")
+    if name == CMAES and find_spec("cmaes") is None:
+        raise ImportError("the sampler cmaes needs a package that is not installed; pip install cmaes")
+    if name == CMAES and objectives > 1:
+        raise ValueError(
+            f"the sampler cmaes makes one objective small, and this search has {objectives}; give a budget that limits "
+            "a cost and one objective, or use another sampler"
+        )

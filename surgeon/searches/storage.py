@@ -30,8 +30,12 @@ KINDS = "postgresql://user@host/database, sqlite:///file or journal:file"
 JOURNAL_BEGINS = b'{"op_code":'
 TRIES = 20  # of opening a database that another worker is just setting up
 SECONDS_LOCKED = 60.0  # that a SQLite file may be busy before it counts as away
-ANSWER, SILENCE = 10, 30  # seconds to wait for a connection, and for a server that says nothing any more
-HEARTBEAT, GRACE = 15, 90  # seconds between two signs of life of a worker, and without any until its trial is lost
+# Seconds to wait for a connection, and for a server that says nothing any more.
+ANSWER = 10
+SILENCE = 30
+# Seconds between two signs of life of a worker, and without any until its trial is lost.
+HEARTBEAT = 15
+GRACE = 90
 
 
 @dataclass(frozen=True)
@@ -68,14 +72,11 @@ def naming_storage(storage: StudyStorage) -> Iterator[None]:
             raise full_disk(storage.file or storage.place) from error
         if isinstance(error, OSError):
             raise
-        raise OSError(f"{storage.place}: {_words(error)}; the same command goes on from there") from error
-
-
-def _words(error: BaseException) -> str:
-    """What the driver said."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return without_password(first_line(error))
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        said = without_password(first_line(cause))  # by the driver
+        raise OSError(f"{storage.place}: {said}; the same command goes on from there") from error
 
 
 def open_storage(address: str | None, output: Path) -> StudyStorage:
@@ -189,17 +190,14 @@ def _set_up(url: URL, engine: dict[str, Any]) -> RDBStorage:
                 warnings.simplefilter("ignore", ExperimentalWarning)  # of heartbeats
                 return RDBStorage(text, engine, heartbeat_interval=HEARTBEAT, grace_period=GRACE)
         except (exc.IntegrityError, exc.OperationalError, exc.ProgrammingError) as error:
-            raced = isinstance(error, exc.IntegrityError) or "already exists" in str(error) or _is_locked(error)
+            locked = "database is locked" in str(error.orig)
+            raced = isinstance(error, exc.IntegrityError) or "already exists" in str(error) or locked
             if not raced or not left:
                 raise
             time.sleep(random.uniform(0.05, 0.2))
         except RuntimeError as error:
             raise ValueError(f"{without_password(str(url))}: {' '.join(str(error).split())}") from error
     raise AssertionError("the last try raises")
-
-
-def _is_locked(error: exc.DBAPIError) -> bool:
-    return "database is locked" in str(error.orig)
 
 
 def _open_journal(path: Path) -> StudyStorage:
@@ -216,22 +214,17 @@ def _open_journal(path: Path) -> StudyStorage:
     with naming(path):
         lock = JournalFileSymlinkLock(str(path))
         journal = JournalFileBackend(str(path), lock)
-        with get_lock_file(lock):
-            _cut_half_a_line(path)
+        # What a full disk or a lost machine has left of a last line is taken away: Optuna could not read on behind it.
+        with get_lock_file(lock), path.open("r+b") as file:
+            text = file.read()
+            if not text.endswith(b"\n"):
+                file.truncate(text.rfind(b"\n") + 1)
         try:
-            for text in path.read_bytes().splitlines():  # Optuna passes over a last line that it cannot read
-                json.loads(text)
+            for line in path.read_bytes().splitlines():  # Optuna passes over a last line that it cannot read
+                json.loads(line)
             return StudyStorage(JournalStorage(journal), f"journal:{path}", path)
         except (ValueError, AssertionError, AttributeError, LookupError, TypeError) as error:
             raise ValueError(
                 f"{path} is damaged: it has a line that is no entry of a study ({type(error).__name__}: "
                 f"{first_line(error)}); take it out, or name another file to begin anew"
             ) from error
-
-
-def _cut_half_a_line(path: Path) -> None:
-    """Take away what a full disk or a lost machine has left of a last line: Optuna could not read on behind it."""
-    with path.open("r+b") as file:
-        text = file.read()
-        if not text.endswith(b"\n"):
-            file.truncate(text.rfind(b"\n") + 1)

@@ -29,7 +29,9 @@ from surgeon.searches.optimise import Counts, Damage, Flags, Numbers
 
 _RUNS = 15  # of the original on all of the text, as many sublayers as which all edits together run at most
 _TOKENS = 2048  # of the text, that each of them runs on where there is room: trials correct what these get wrong
-_SAMPLE, _LEAST_SAMPLE = 512, 32  # of these, the tokens that covariances are taken over
+# Of these, the tokens that covariances are taken over.
+_SAMPLE = 512
+_LEAST_SAMPLE = 32
 _LEAST_TOKENS = _SAMPLE  # that each runs on: on 128 what edits do is off by a fifth, on 512 by a tenth
 _SAMPLE_BYTES = 256 << 20  # of their streams, of all edits together
 _BLOCK_BYTES = 64 << 20  # of the logits of all edits
@@ -201,7 +203,7 @@ class TermsPlan:
 
 @torch.inference_mode()
 def measure_terms(evaluator: Evaluator, plan: TermsPlan) -> Terms:
-    """The terms of edits."""
+    """Measure the terms of edits."""
     ids = evaluator.windows.ids
     head = evaluator.head
     count = len(plan.programs)

@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from surgeon.findings.search import SearchRun
 from surgeon.language.program import Program
 from surgeon.searches.front import pareto_front, quality_curves
+from surgeon.searches.mixture import Trial
 from surgeon.searches.quantities import DEPTH
 from surgeon.searches.results import quality_table, write_front
-from surgeon.searches.trial import Trial
 from tests.searches.test_front import ORIGINAL, PRICING, QUESTION, TRIALS, pairs, trial
 
 

@@ -14,15 +14,14 @@ from surgeon.cost.deployment import Deployment
 from surgeon.findings.edit import Edit
 from surgeon.language.program import Program
 from surgeon.opened import Model
-from surgeon.searches.goals import PricedQuestion
-from surgeon.searches.limits import SearchBudget
+from surgeon.quality.summary import Quality
+from surgeon.searches.mixture import Proposal, Trial
+from surgeon.searches.priced import PricedQuestion
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.question import Question
-from surgeon.searches.samplers import SURGEON, make_sampler
-from surgeon.searches.search import Search
+from surgeon.searches.search import SURGEON, Search, make_sampler
 from surgeon.searches.study import counted, run_trials
 from surgeon.searches.terms import Terms
-from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
 from tests.tiny_models import tiny_model
 
 LAYERS, WINDOWS = 10, 4
@@ -44,15 +43,18 @@ class MadeUpEvaluator:
         self.raced: list[float | None] = []
         self.sublayers = 0.0
 
-    def measure(
-        self, programs: Sequence[Program], best: MeasuredProgram | None = None
-    ) -> Mapping[Program, MeasuredProgram]:
+    def measure(self, programs: Sequence[Program], best: Quality | None = None) -> Mapping[Program, Quality]:
         self.raced.append(None if best is None else best.divergence)
         return {program: self.measured(self.known[str(program)]) for program in programs}
 
-    def measured(self, value: float) -> MeasuredProgram:
+    def measured(self, value: float) -> Quality:
         windows = tuple(value * (1 + 0.1 * (number - 1.5)) for number in range(WINDOWS))
-        return MeasuredProgram(math.exp(2 + value), value, value, value, 100, tuple(2 + w for w in windows), windows)
+        return Quality(
+            math.exp(2 + value),
+            divergence=value,
+            tokens=100,
+            windows={"nll": tuple(2 + w for w in windows), "divergence": windows},
+        )
 
 
 class MadeUpSearch(Search):
@@ -77,8 +79,8 @@ def search(spaces: str, budget: str | None, objectives: str = "divergence") -> t
     model = Model.of_config(tiny_model("llama", num_layers=LAYERS).config, "tiny")
     settings, evaluator = Question(spaces, budget, objectives), MadeUpEvaluator()
     mixture = settings.mixture(model)
-    budgeted = SearchBudget(settings.limits, Pricing(model, settings.aspects, Deployment(2)))
-    question = PricedQuestion(settings, mixture, budgeted, evaluator.measured(0.0))
+    pricing = Pricing(model, settings.aspects, Deployment(2))
+    question = PricedQuestion(settings, mixture, pricing, evaluator.measured(0.0))
     alone = np.array([damage([edit]) for edit in mixture.edits])
     made: Any = evaluator
     return MadeUpSearch(question, made, Terms(alone, np.eye(len(alone)))), evaluator

@@ -30,6 +30,16 @@ def test_a_question_is_one_type() -> None:
     assert asking == {Question}
 
 
+def test_what_is_asked_and_what_it_costs_are_few_types() -> None:
+    """A user's words; the same on a model; and what programs of the model cost, which has the limits to keep, too."""
+    own = [one for one in records() if one.__module__.startswith("surgeon.searches")]
+    words = ("Question", "Pric", "Budget", "Setting", "Problem", "Asked")
+    named = {one.__name__ for one in own if any(word in one.__name__ for word in words)}
+    assert named == {"Question", "PricedQuestion", "Pricing", "_Priced"}  # the last is a cache of one program's costs
+    limited = {one.__name__ for one in own if "limits" in vars(one) or hasattr(one, "shortfalls")}
+    assert limited == {"Question", "Pricing"}
+
+
 def test_a_question_goes_to_workers_as_json() -> None:
     question = Question("pair", "depth=3", using=("a", "b"), trials=7)
     assert Question.from_json(json.loads(json.dumps(dataclasses.asdict(question)))) == question

@@ -29,23 +29,22 @@ from surgeon.models.edit import edit, program_of, restore
 from surgeon.models.verified import VerifiedKeys, drafting
 from surgeon.quality.data import Windows
 from surgeon.quality.head import GREEDY, SAMPLED
-from surgeon.quality.summary import interval
+from surgeon.quality.summary import Quality, interval
 from surgeon.quality.text import VERIFIED
 from surgeon.runtime.comm.link import Link
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.drafts import with_draft
-from surgeon.searches.drafting import DraftObstacles, FoundDraft, by_verified_keys, drafted, promised, valued
+from surgeon.searches.drafting import Drafting, DraftObstacles, FoundDraft, by_verified_keys
 from surgeon.searches.evaluate import Evaluator
-from surgeon.searches.goals import Goal, PricedQuestion, near_the_best
-from surgeon.searches.limits import SearchBudget
 from surgeon.searches.mixture import Mixture
+from surgeon.searches.priced import PricedQuestion
 from surgeon.searches.pricing import Pricing, _sent_bytes
+from surgeon.searches.proposer import Goal, near_the_best
 from surgeon.searches.quantities import Aspect, parse_objectives
 from surgeon.searches.question import Question
 from surgeon.searches.search import Search
 from surgeon.searches.spaces.base import parse_spaces
 from surgeon.searches.terms import Terms
-from surgeon.searches.trial import MeasuredProgram
 from surgeon.testing.spaces import small_model
 from tests.cost.examples import hardware, model
 from tests.tiny_models import tiny_model
@@ -73,9 +72,13 @@ def test_finalists_read_the_keys_of_the_model() -> None:
         equal.append(float((p.argmax(-1) == q.argmax(-1)).float().mean()))
         shared.append(float((p + q - (p - q).abs()).sum(-1).mean() / 2))
     restore(one)
-    assert found[draft].acceptances == {GREEDY: pytest.approx(equal), SAMPLED: pytest.approx(shared, abs=1e-5)}
-    assert found[draft].acceptance(SAMPLED) != pytest.approx(own[draft].acceptance(SAMPLED), abs=1e-4)
-    assert replace(found[draft], acceptances=own[draft].acceptances) == own[draft]
+    assert found[draft].windows[GREEDY] == pytest.approx(equal)
+    assert found[draft].windows[SAMPLED] == pytest.approx(shared, abs=1e-5)
+    assert found[draft].sampled_acceptance == pytest.approx(np.mean(shared), abs=1e-5)
+    assert found[draft].sampled_acceptance != pytest.approx(own[draft].sampled_acceptance, abs=1e-4)
+    assert {**found[draft].windows, **{name: own[draft].windows[name] for name in (GREEDY, SAMPLED)}} == own[
+        draft
+    ].windows
 
 
 def test_finalists_of_other_attentions_keep_their_own_keys() -> None:
@@ -90,8 +93,12 @@ def priced(**ways: Any) -> Pricing:
     return Pricing(SMALL, (PASS,), replace(LIKE, **ways), LOAD, {"hw": hardware(launch="1e-4", collective="2e-4")})
 
 
-def measured(*accepted: float, by: str = GREEDY) -> MeasuredProgram:
-    return MeasuredProgram(9.0, 0.1, 0.0, 1.0, 100, acceptances={by: accepted})
+def drafts() -> Drafting:
+    return Drafting(priced(), DRAFT, GREEDY)
+
+
+def measured(*accepted: float, by: str = GREEDY) -> Quality:
+    return Quality(9.0, divergence=0.1, windows={by: accepted}, **{by: float(np.mean(accepted))})
 
 
 @pytest.mark.parametrize("ways", [{}, {"emulated": Link(1e-3)}, {"ranks": 1}])
@@ -104,13 +111,13 @@ def test_a_pass_of_a_draft_is_that_of_whole_predictions(ways: dict[str, Any]) ->
     for program in map(Program.parse, texts):
         (whole,) = predict_drafting(SMALL.shapes, (DENSE, program), pricing.hardware["hw"], LOAD, deployment, [0.7])
         assert pricing.price(PASS, program) == pytest.approx(whole.draft, rel=1e-9)
-        found = drafted(pricing, DRAFT, program, measured(0.6, 0.8), GREEDY)
+        found = Drafting(pricing, DRAFT, GREEDY).by_quality(program, measured(0.6, 0.8))
         assert found is not None
         assert found.ahead == whole.ahead
         assert found.speedup == pytest.approx(whole.speedup)
     assert pricing.price(PASS, Program.parse("A0 A0 F0")) == math.inf
-    assert drafted(pricing, DRAFT, Program.parse("A0 A0 F0"), measured(0.9), GREEDY) is None
-    assert drafted(pricing, DRAFT, HALF, measured(0.9), SAMPLED) is None
+    assert Drafting(pricing, DRAFT, GREEDY).by_quality(Program.parse("A0 A0 F0"), measured(0.9)) is None
+    assert Drafting(pricing, DRAFT, SAMPLED).by_quality(HALF, measured(0.9)) is None
 
 
 def test_what_slices_send_is_what_ranks_count() -> None:
@@ -126,13 +133,13 @@ def test_what_slices_send_is_what_ranks_count() -> None:
 
 def test_what_a_draft_is_worth_by_hand() -> None:
     accepted = (0.9, 0.95, 0.85, 0.98)
-    found = valued(priced(), DRAFT, HALF, measured(*accepted), GREEDY)
-    known = drafted(priced(), DRAFT, HALF, measured(*accepted), GREEDY)
+    found = drafts().valued(HALF, measured(*accepted))
+    known = drafts().by_quality(HALF, measured(*accepted))
     assert known is not None
     ahead = known.ahead
     assert ahead > 0
     assert found.more == {
-        "draft_time": pytest.approx(found.draft_time),
+        "draft_time": pytest.approx(np.mean(found.windows["draft_time"])),
         "draft@hw": pytest.approx(known.speedup),
         "ahead": ahead,
     }
@@ -142,21 +149,21 @@ def test_what_a_draft_is_worth_by_hand() -> None:
         return (ahead * known.draft + known.verify) / tokens / known.model.per_token
 
     mean, step = float(np.mean(accepted)), 1e-6
-    assert found.draft_time == pytest.approx(time(mean)) == pytest.approx(1 / known.speedup)
+    assert found.more["draft_time"] == pytest.approx(time(mean)) == pytest.approx(1 / known.speedup)
     slope = (time(mean + step) - time(mean - step)) / (2 * step)
-    low, high = interval(np.array(found.draft_times))
+    low, high = interval(found.by_window("draft_time"))
     half = stats.t.ppf(0.975, 3) * float(stats.sem(accepted)) * abs(slope)
     assert (low, high) == pytest.approx((time(mean) - half, time(mean) + half), rel=1e-4)
-    never = valued(priced(), DRAFT, HALF, measured(0.01, 0.02), GREEDY)
-    assert (never.draft_time, never.more["ahead"]) == (pytest.approx(1.0), 0)
-    assert math.isnan(valued(priced(), DRAFT, Program.parse("A0 A0 F0"), measured(0.9), GREEDY).draft_time)
-    assert priced().cost(DRAFT, HALF, found) == found.draft_time
+    never = drafts().valued(HALF, measured(0.01, 0.02))
+    assert (never.more["draft_time"], never.more["ahead"]) == (pytest.approx(1.0), 0)
+    assert "draft_time" not in drafts().valued(Program.parse("A0 A0 F0"), measured(0.9)).more
+    assert priced().cost(DRAFT, HALF, found) == found.more["draft_time"]
     assert priced().cost(DRAFT, HALF, measured(0.9)) == math.inf
 
 
 def test_lines_say_what_is_predicted_and_what_is_measured() -> None:
     texts = [measured(0.98, 0.99), measured(0.96, 0.97)]
-    seen, unseen = (drafted(priced(), DRAFT, HALF, one, GREEDY) for one in texts)
+    seen, unseen = (drafts().by_quality(HALF, one) for one in texts)
     assert seen is not None
     assert unseen is not None
     plain = [DecodedTexts([[1]], 10, 2.0, 10, 0, 0), DecodedTexts([[1]], 10, 1.0, 10, 0, 0)]
@@ -180,7 +187,7 @@ def test_lines_say_what_is_predicted_and_what_is_measured() -> None:
     told = found.to_json()
     assert told["predicted"]["held_out"]["speedup"] == unseen.speedup
     assert told["measured"]["speedup"] == pytest.approx(1.625)
-    never = drafted(priced(), DRAFT, HALF, measured(0.1), GREEDY)
+    never = drafts().by_quality(HALF, measured(0.1))
     assert never is not None
     assert "none ahead: drafts are not predicted to pay" in FoundDraft(GREEDY, [never]).lines()[1]
 
@@ -199,7 +206,7 @@ def asked(space: str) -> Search:
     ways = Deployment(2, "float32", emulated=Link(1e-3))
     pricing = Pricing(of, settings.aspects, ways, LOAD, {"hw": hardware(launch="1e-6")})
     alone = np.array([3.0 if edit.space == "drop" else 0.001 for edit in mixture.edits])
-    question = PricedQuestion(settings, mixture, SearchBudget((), pricing), measured(1.0))
+    question = PricedQuestion(settings, mixture, pricing, measured(1.0))
     nothing: Any = None
     return Search(question, nothing, Terms(alone, np.eye(len(alone))))
 
@@ -211,7 +218,7 @@ def test_what_promises_most_is_tried_first() -> None:
     promises = []
     for proposal in first:
         damage = sum(3.0 if edit.space == "drop" else 0.001 for edit in proposal.choice)
-        promises.append(question.promised(Program.parse(proposal.key), damage))
+        promises.append(question.drafting.promise(Program.parse(proposal.key), damage))
     assert promises == sorted(promises)
     assert promises[0] < 0.6 < promises[-1]
     assert [*asked("drop:layers").strands["drop"].goals], "a space alone is tried whatever it promises"
@@ -222,8 +229,8 @@ def test_a_promise_is_that_of_the_acceptance_which_is_foretold(divergence: float
     (known,) = predict_drafting(
         SMALL.shapes, (DENSE, HALF), priced().hardware["hw"], LOAD, LIKE, [1 - 0.5 * divergence**0.5]
     )
-    assert promised(priced(), DRAFT, HALF, divergence) == pytest.approx(1 / known.speedup)
-    assert promised(priced(), DRAFT, Program.parse("A0 A0 F0"), divergence) == math.inf
+    assert drafts().promise(HALF, divergence) == pytest.approx(1 / known.speedup)
+    assert drafts().promise(Program.parse("A0 A0 F0"), divergence) == math.inf
 
 
 def test_edits_that_make_no_draft_are_refused_and_counted() -> None:
@@ -301,10 +308,10 @@ def test_a_search_for_drafts(
     (again,) = predict_drafting(
         found.question.mixture.model.shapes,
         (found.question.mixture.model.program, found.program),
-        found.question.budget.pricing.hardware["cpu-2"],
+        found.question.pricing.hardware["cpu-2"],
         found.question.settings.workload(found.question.mixture.model.positions),
-        found.question.budget.pricing.deployment,
-        [best.measured.acceptance(name)],
+        found.question.pricing.deployment,
+        [getattr(best.measured, name)],
     )
     assert seen.speedup == pytest.approx(again.speedup)
     assert found.record["draft"]["held_out_keys"] == "verified"

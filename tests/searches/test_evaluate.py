@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,9 @@ from surgeon.models.edit import edit, restore
 from surgeon.quality.data import Windows
 from surgeon.quality.head import GREEDY, SAMPLED
 from surgeon.quality.references import REFERENCE_FILE
+from surgeon.quality.summary import Quality
 from surgeon.searches import evaluate as evaluate_module
 from surgeon.searches.evaluate import Evaluator, Race
-from surgeon.searches.trial import MeasuredProgram
 from tests.tiny_models import VOCABULARY, tiny_model
 
 LAYERS = 4
@@ -58,7 +57,7 @@ def evaluator(**options: Any) -> Evaluator:
     return Evaluator(tiny_model("llama", LAYERS), options.pop("text", TEXT), **options)
 
 
-def apart(program: Program) -> MeasuredProgram:
+def apart(program: Program) -> Quality:
     """A program measured by itself, with nothing kept."""
     return evaluator(kept=0).measure([program])[program]
 
@@ -70,8 +69,8 @@ def test_divergence_and_perplexity_equal_those_of_full_logits() -> None:
     per_window = functional.kl_div(changed, original, reduction="none", log_target=True).sum(-1).mean(-1)
     nll = functional.nll_loss(changed.transpose(1, 2), IDS[:, 1:], reduction="none").mean(-1)
     found = measure([PAIRED])[PAIRED]
-    np.testing.assert_allclose(found.divergences, per_window, rtol=1e-4, atol=1e-7)
-    np.testing.assert_allclose(found.nll, nll, rtol=1e-5)
+    np.testing.assert_allclose(found.windows["divergence"], per_window, rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(found.windows["nll"], nll, rtol=1e-5)
     assert found.divergence == pytest.approx(per_window.mean().item(), rel=1e-4, abs=1e-7)
     assert found.perplexity == pytest.approx(nll.mean().exp().item(), rel=1e-5)
     spread = per_window.std() / 6**0.5 * 2.570582  # Student's t for 95% and 5 degrees of freedom
@@ -89,15 +88,13 @@ def test_acceptances_are_those_of_full_logits_and_are_kept() -> None:
     original, changed = logits_of(DENSE), logits_of(PAIRED)
     same = (original.argmax(-1) == changed.argmax(-1)).double().mean(-1)
     shared = torch.minimum(original.softmax(-1), changed.softmax(-1)).sum(-1).mean(-1)
-    assert found.acceptances[GREEDY] == pytest.approx(same.tolist())
-    assert found.acceptances[SAMPLED] == pytest.approx(shared.tolist(), rel=1e-5)
-    assert found.acceptance(SAMPLED) == pytest.approx(shared.mean().item(), rel=1e-5)
-    assert MeasuredProgram.from_json(json.loads(json.dumps(found.to_json()))) == found
+    assert found.windows[GREEDY] == pytest.approx(same.tolist())
+    assert found.windows[SAMPLED] == pytest.approx(shared.tolist(), rel=1e-5)
+    assert found.sampled_acceptance == pytest.approx(shared.mean().item(), rel=1e-5)
     plain = evaluator().measure([PAIRED])[PAIRED]
-    assert plain == replace(found, acceptances={GREEDY: found.acceptances[GREEDY]})
-    older = {name: value for name, value in plain.to_json().items() if name != "acceptances"}
-    assert MeasuredProgram.from_json(older) == replace(plain, acceptances={})
-    assert math.isnan(MeasuredProgram.from_json(older).acceptance(GREEDY))
+    assert plain.windows == {name: values for name, values in found.windows.items() if name != SAMPLED}
+    assert (plain.greedy_acceptance, plain.divergence) == (found.greedy_acceptance, found.divergence)
+    assert not plain.knows(SAMPLED)
 
 
 def test_what_a_program_is_measured_with_and_what_is_kept_change_nothing() -> None:
@@ -123,8 +120,10 @@ def test_fewer_windows_at_once_change_rounding_only(monkeypatch: pytest.MonkeyPa
         ran.clear()
         found = measured.measure(PROGRAMS)
         for program in PROGRAMS:
-            np.testing.assert_allclose(found[program].divergences, plain[program].divergences, rtol=1e-4, atol=1e-6)
-            np.testing.assert_allclose(found[program].nll, plain[program].nll, rtol=1e-6)
+            np.testing.assert_allclose(
+                found[program].windows["divergence"], plain[program].windows["divergence"], rtol=1e-4, atol=1e-6
+            )
+            np.testing.assert_allclose(found[program].windows["nll"], plain[program].windows["nll"], rtol=1e-6)
         # The original is one of them.
         running = PROGRAMS if room == 6 else [program for program in PROGRAMS if program != DENSE]
         assert sum(ran) == pytest.approx(share(running).total_sublayers)
@@ -141,14 +140,17 @@ def test_a_hopeless_program_is_stopped_with_an_estimate(monkeypatch: pytest.Monk
     assert found[PROGRAMS[0]].whole
     stopped = found[HOPELESS]
     assert not stopped.whole
-    count = len(stopped.divergences)
+    count = len(stopped.windows["divergence"])
     assert count in (2, 4)
     assert stopped.tokens == count * 15
-    np.testing.assert_allclose(stopped.divergences, whole.divergences[:count], rtol=1e-4)
-    difference = np.array(whole.divergences[:count]) - best.divergences[:count]
-    assert stopped.divergence == pytest.approx(np.mean(best.divergences) + difference.mean(), rel=1e-4)
+    np.testing.assert_allclose(stopped.windows["divergence"], whole.windows["divergence"][:count], rtol=1e-4)
+    difference = np.array(whole.windows["divergence"][:count]) - best.windows["divergence"][:count]
+    assert stopped.divergence == pytest.approx(np.mean(best.windows["divergence"]) + difference.mean(), rel=1e-4)
     assert stopped.perplexity == pytest.approx(
-        math.exp(np.mean(best.nll) + np.mean(np.array(whole.nll[:count]) - best.nll[:count])), rel=1e-4
+        math.exp(
+            np.mean(best.windows["nll"]) + np.mean(np.array(whole.windows["nll"][:count]) - best.windows["nll"][:count])
+        ),
+        rel=1e-4,
     )
     assert stopped.divergence_low < stopped.divergence < stopped.divergence_high
     assert sum(ran) == pytest.approx(6 * count / 6 + 4)  # some windows for one, all for the other, from what is kept
@@ -160,16 +162,18 @@ def test_races_compare_blocks_where_windows_are_few(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("surgeon.searches.evaluate.BLOCK", 3)
     measured = evaluator()
     best = measured.measure([PAIRED])[PAIRED]
-    assert len(best.blocks) == 6 * 5
-    for window, mean in enumerate(best.divergences):
-        assert np.mean(best.blocks[5 * window : 5 * window + 5]) == pytest.approx(mean)
-    stopped = measured.measure([HOPELESS], MeasuredProgram.from_json(best.to_json()))[HOPELESS]
-    assert len(stopped.divergences) == 1
-    assert len(stopped.blocks) == 5
+    assert len(best.windows["blocks"]) == 6 * 5
+    for window, mean in enumerate(best.windows["divergence"]):
+        assert np.mean(best.windows["blocks"][5 * window : 5 * window + 5]) == pytest.approx(mean)
+    stopped = measured.measure([HOPELESS], Quality(**asdict(best)))[HOPELESS]
+    assert len(stopped.windows["divergence"]) == 1
+    assert len(stopped.windows["blocks"]) == 5
     assert math.isnan(stopped.divergence_low)  # of one window nothing is known
-    by_window = measured.measure([HOPELESS], replace(best, blocks=()))[HOPELESS]
+    by_window = measured.measure(
+        [HOPELESS], replace(best, windows={name: best.windows[name] for name in ("nll", "divergence")})
+    )[HOPELESS]
     assert not by_window.whole
-    assert len(by_window.divergences) > 1
+    assert len(by_window.windows["divergence"]) > 1
 
 
 def test_ties_and_better_programs_are_never_stopped() -> None:
@@ -187,9 +191,9 @@ def test_some_of_the_windows_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[float] = []
     whole = apart(PAIRED)
     found = evaluator(ran=ran.append).measure([PAIRED], most=2)[PAIRED]
-    assert found.divergences == whole.divergences[:2]
-    assert found.divergence == pytest.approx(np.mean(whole.divergences[:2]))
-    assert found.perplexity == pytest.approx(math.exp(np.mean(whole.nll[:2])))
+    assert found.windows["divergence"] == whole.windows["divergence"][:2]
+    assert found.divergence == pytest.approx(np.mean(whole.windows["divergence"][:2]))
+    assert found.perplexity == pytest.approx(math.exp(np.mean(whole.windows["nll"][:2])))
     assert not found.whole
     assert sum(ran) == pytest.approx((8 + 6) * 2 / 6)  # the original, too
     with pytest.raises(ValueError, match="not on 0"):
@@ -199,7 +203,7 @@ def test_some_of_the_windows_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_race_against_half_a_measurement_is_refused() -> None:
     measured = evaluator()
     best = measured.measure([PAIRED])[PAIRED]
-    half = replace(best, nll=best.nll[:2], divergences=best.divergences[:2], whole=False)
+    half = replace(best, windows={name: values[:2] for name, values in best.windows.items()}, whole=False)
     with pytest.raises(ValueError, match="measured on all 6 windows, not on 2"):
         measured.measure([DENSE], half)
 
@@ -228,7 +232,9 @@ def test_streams_give_the_same_quality() -> None:
     reference = fresh.head.reference(streams[DENSE], IDS[:2])
     for program in PROGRAMS:
         quality = fresh.head.compare(streams[program], reference)
-        np.testing.assert_allclose(quality["divergence"], found[program].divergences[:2], rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(
+            quality["divergence"], found[program].windows["divergence"][:2], rtol=1e-4, atol=1e-6
+        )
     before = sum(ran)
     again = dict(fresh.streams(PROGRAMS, windows))
     assert sum(ran) == before  # from kept states
@@ -288,7 +294,9 @@ def test_a_model_whose_weights_are_read_as_it_goes_gives_the_same_numbers(tiny_c
     assert streamed.cache is None
     found, plain = (each.measure(PROGRAMS[:3]) for each in (streamed, whole))
     for program in PROGRAMS[:3]:
-        np.testing.assert_allclose(found[program].divergences, plain[program].divergences, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(
+            found[program].windows["divergence"], plain[program].windows["divergence"], rtol=1e-4, atol=1e-6
+        )
     streams = dict(streamed.streams(PROGRAMS[:2], range(2)))
     for program, stream in whole.streams(PROGRAMS[:2], range(2)):
         torch.testing.assert_close(streams[program], stream, rtol=1e-4, atol=1e-5)

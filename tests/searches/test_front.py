@@ -12,6 +12,7 @@ from surgeon.cost.deployment import Deployment
 from surgeon.cost.workload import Workload
 from surgeon.findings.edit import Edit
 from surgeon.language.recipe import read_recipe
+from surgeon.quality.summary import Quality
 from surgeon.searches.front import (
     TOGETHER,
     bootstrapped_knee,
@@ -21,13 +22,12 @@ from surgeon.searches.front import (
     pareto_front,
     quality_curves,
 )
-from surgeon.searches.goals import PricedQuestion
-from surgeon.searches.limits import SearchBudget
+from surgeon.searches.mixture import Proposal, Trial
+from surgeon.searches.priced import PricedQuestion
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.quantities import DEPTH, Aspect
 from surgeon.searches.question import Question
 from surgeon.searches.results import quality_table, write_front
-from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
 from tests.cost.examples import model
 
 EIGHT = model(num_hidden_layers=8)
@@ -37,8 +37,8 @@ PRICING = Pricing(EIGHT, (Aspect("depth"),), Deployment(2), Workload(1, 5, 4))
 
 
 def trial(number: int, choice: tuple[Edit, ...], divergences: list[float], whole: bool = True) -> Trial:
-    low, mean = min(divergences), float(np.mean(divergences))
-    measured = MeasuredProgram(9.0, mean, low, 2 * mean - low, 50, (2.0,) * 4, tuple(divergences), whole=whole)
+    mean = float(np.mean(divergences))
+    measured = Quality(9.0, divergence=mean, windows={"divergence": tuple(divergences)}, whole=whole)
     return Trial(number, Proposal(str(MIXTURE.program(choice)), "window", choice), measured)
 
 
@@ -46,8 +46,8 @@ def pairs(*first: int) -> tuple[Edit, ...]:
     return tuple(Edit(layer, layer + 2, "pair") for layer in first)
 
 
-ORIGINAL = MeasuredProgram(8.0, 0.0, 0.0, 0.0, 50, (2.0,) * 4, (0.0,) * 4)
-QUESTION = PricedQuestion(SETTINGS, MIXTURE, SearchBudget((), PRICING), ORIGINAL)
+ORIGINAL = Quality(8.0, divergence=0.0, windows={"divergence": (0.0,) * 4})
+QUESTION = PricedQuestion(SETTINGS, MIXTURE, PRICING, ORIGINAL)
 TRIALS = [
     trial(0, pairs(0), [0.3, 0.2, 0.4, 0.3]),
     trial(1, pairs(4), [0.01, 0.02, 0.01, 0.02]),

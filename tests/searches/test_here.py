@@ -16,13 +16,13 @@ from surgeon.cost.predict import predict
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.models.shapes import ModelShapes
+from surgeon.quality.summary import Quality
 from surgeon.runtime.comm.link import Link
 from surgeon.searches import here
 from surgeon.searches.here import TimeHere, fast_enough_here, measured_here, missed_here
-from surgeon.searches.limits import parse_limits
-from surgeon.searches.quantities import HERE
+from surgeon.searches.mixture import Proposal, Trial
+from surgeon.searches.quantities import HERE, parse_limits
 from surgeon.searches.question import Question
-from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
 from tests.tiny_models import tiny_model
 
 ONE_LAYER = Program.parse("A0 F0")
@@ -82,7 +82,7 @@ TEXTS = ["[A0 A1] [F0 F1] A2 F2 A3 F3", "A0 F0 [A1 A2] [F1 F2] A3 F3", "A0 F0 A1
 
 
 def trial(number: int) -> Trial:
-    measured = MeasuredProgram(9, 0.1 * number, 0.0, 1.0, 50)
+    measured = Quality(9, divergence=0.1 * number)
     return Trial(number, Proposal(TEXTS[number], "window", ()), measured)
 
 
@@ -97,7 +97,7 @@ def test_every_candidate_keeps_its_limits_of_time_here(
 
     def fast_enough(budget: str) -> list[int]:
         asked = {"settings": Question("pair", budget, link_delay="2ms")}
-        question: Any = SimpleNamespace(mixture=mixture, budget=SimpleNamespace(limits=parse_limits(budget)), **asked)
+        question: Any = SimpleNamespace(mixture=mixture, budget=budget, **asked)
         trials = [trial(number) for number in range(3)]
         return [one.number for one in fast_enough_here(question, trials, "model", 2, Workload(1, 8, 8))]
 

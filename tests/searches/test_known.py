@@ -19,6 +19,7 @@ from surgeon.findings.result import RunResult
 from surgeon.findings.search import _taken
 from surgeon.language.program import Program
 from surgeon.models.weights import TruncatedSVD
+from surgeon.quality.summary import ACCEPTANCES
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.known import FEW, Known, KnownPass, measured_ranks, open_factors, read_known
 from surgeon.searches.question import Question
@@ -55,9 +56,11 @@ def test_what_a_scan_has_measured_is_what_the_search_would_measure(
         found = known.measured(program)
         assert found is not None
         assert found.whole
-        assert found.divergences == pytest.approx(measured.divergences, rel=1e-5, abs=1e-9)
-        assert found.nll == pytest.approx(measured.nll, rel=1e-6)
-        assert found.acceptances == measured.acceptances
+        assert found.windows["divergence"] == pytest.approx(measured.windows["divergence"], rel=1e-5, abs=1e-9)
+        assert found.windows["nll"] == pytest.approx(measured.windows["nll"], rel=1e-6)
+        assert {name: found.windows.get(name) for name in ACCEPTANCES} == {
+            name: measured.windows.get(name) for name in ACCEPTANCES
+        }
         assert found.divergence_high == pytest.approx(measured.divergence_high, rel=1e-4)
         assert found.tokens == measured.tokens
     assert known.alone(mixture) == pytest.approx([known.measured(p).divergence for p in programs])  # type: ignore[union-attr]
@@ -150,7 +153,7 @@ def test_a_spectrum_makes_ranks_those_of_single_matrices_with_its_factors(
     for program, measured in evaluator.measure(programs).items():
         found = known.measured(program)
         assert found is not None
-        assert found.divergences == pytest.approx(measured.divergences, rel=1e-4, abs=1e-8)
+        assert found.windows["divergence"] == pytest.approx(measured.windows["divergence"], rel=1e-4, abs=1e-8)
     assert not mixture.exclude(Edit(1, 2, "rank", "q:8"), Edit(1, 2, "rank", "k:4"))
     assert mixture.exclude(Edit(1, 2, "rank", "q:8"), Edit(1, 2, "rank", "q:16"))
 

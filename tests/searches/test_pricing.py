@@ -48,8 +48,8 @@ def priced(
 def test_the_unedited_model_by_hand() -> None:
     """Stream 64, 8 heads over 4 of 8 numbers each, 96 neurons; numbers of 4 bytes."""
     layer = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 96
-    assert priced().dense == (4, 8, 4 * layer, 16 * layer, 4 * 2 * 32 * 4, 8 * 64 * 4)
-    assert priced(ranks=1).dense == (4, 0, 4 * layer, 16 * layer, 4 * 2 * 32 * 4, 0)
+    assert tuple(priced().dense.values()) == (4, 8, 4 * layer, 16 * layer, 4 * 2 * 32 * 4, 8 * 64 * 4)
+    assert tuple(priced(ranks=1).dense.values()) == (4, 0, 4 * layer, 16 * layer, 4 * 2 * 32 * 4, 0)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2", "opt", "qwen3", "gemma2", "phi3"])
@@ -57,7 +57,7 @@ def test_the_size_is_of_all_matrices_of_the_model(family: str) -> None:
     """Also of those outside of its layers; a shared one counts once, biases and norms do not."""
     module = tiny_model(family, num_layers=2)
     pricing = priced(("size", "weight_bytes"), Model.of_config(module.config, family))
-    whole, layers = pricing.dense
+    whole, layers = pricing.dense.values()
     assert whole == 4 * sum(weight.numel() for weight in module.parameters() if weight.dim() > 1)
     smaller = pricing.prices(Program.parse("A0" if family != "gpt_neox" else "[A0 F0]"))
     assert whole - smaller[0] == layers - smaller[1] > 0
@@ -81,7 +81,7 @@ def test_edits_by_hand() -> None:
 def test_families_keep_and_send_what_their_shapes_say(family: str) -> None:
     of = model(family)
     kv, per_layer = of.shapes.matrix(Sublayer("A", (0,)), "k").shape[0], of.family.steps_per_layer
-    dense = priced(("kv_bytes", "wire_bytes", "params"), of).dense
+    dense = tuple(priced(("kv_bytes", "wire_bytes", "params"), of).dense.values())
     assert dense[0] == of.num_layers * 2 * kv * 4
     # Norms behind sublayers keep the sums of a step apart.
     assert dense[1] == of.num_layers * per_layer * of.shapes.hidden * 4
@@ -187,7 +187,8 @@ def test_hardware_is_opened_by_name() -> None:
     pricing = open_pricing(SMALL, aspects, Deployment(2), LOAD, here=hardware())
     assert pricing.aspects == tuple(aspects[:3])
     assert pricing.hardware["h100-sxm"].name == "h100-sxm"
-    assert pricing.dense[2] == pytest.approx(predict(SMALL.shapes, DENSE, hardware(), LOAD, Deployment(2)).per_token)
+    latency = [*pricing.dense.values()][2]
+    assert latency == pytest.approx(predict(SMALL.shapes, DENSE, hardware(), LOAD, Deployment(2)).per_token)
     with pytest.raises(ValueError, match="there is no hardware 'h100-sxn'; did you mean 'h100-sxm'"):
         open_pricing(SMALL, [Aspect("latency", "h100-sxn")], Deployment(2), LOAD)
 

@@ -11,12 +11,11 @@ import pytest
 from surgeon.findings.edit import ADDITIVE, SECOND_ORDER, SOURCES, WINDOW, Choice, Edit
 from surgeon.language.program import Program
 from surgeon.opened import Model
-from surgeon.searches.goals import Goal, evenly
-from surgeon.searches.mixture import Mixture
-from surgeon.searches.proposer import Proposer
+from surgeon.quality.summary import Quality
+from surgeon.searches.mixture import Mixture, Proposal, Trial
+from surgeon.searches.proposer import Goal, Proposer, at_the_edge, evenly
 from surgeon.searches.spaces import parse_spaces
 from surgeon.searches.terms import Terms
-from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
 from tests.tiny_models import tiny_model
 
 LAYERS, DEPTH = 10, 7
@@ -46,7 +45,7 @@ def proposer(spaces: str = "pair", goals: Sequence[Goal] = (Goal((float(DEPTH),)
 def run(proposals: Sequence[Proposal], trials: list[Trial]) -> None:
     for proposal in proposals:
         value = true_damage(proposal.choice)
-        trials.append(Trial(len(trials), proposal, MeasuredProgram(1, value, value, value, 1)))
+        trials.append(Trial(len(trials), proposal, Quality(1, divergence=value)))
 
 
 def every_pair_choice() -> list[Choice]:
@@ -156,6 +155,29 @@ def test_a_layer_that_breaks_the_model_is_left_alone(broken: float) -> None:
     measure: Callable[[Sequence[Edit]], float] = damage
     for proposal in asking.first_round(8):
         value = measure(proposal.choice)
-        trials.append(Trial(len(trials), proposal, MeasuredProgram(1, value, value, value, 1)))
+        trials.append(Trial(len(trials), proposal, Quality(1, divergence=value)))
     for proposal in asking.next_round(trials, [8]):
         assert not any(edit.first == 5 for edit in proposal.choice) or proposal.source == WINDOW
+
+
+GOALS = [Goal((float(depth),), float(depth)) for depth in (15, 14, 13, 12)]
+
+
+def trial(level: float, divergence: float) -> Trial:
+    return Trial(0, Proposal("key", "additive", (), level), Quality(1, divergence=divergence))
+
+
+def test_limits_are_kept_up_to_rounding() -> None:
+    assert Goal((0.3,)).is_met((0.1 + 0.2,))
+    assert not Goal((0.3, 1)).is_met((0.3, 1.001))
+
+
+def test_all_levels_get_as_many_trials_in_the_end() -> None:
+    assert evenly(GOALS, [], 6) == [2, 2, 1, 1]
+    assert evenly(GOALS, [trial(15, 0.1), trial(15, 0.2), trial(13, 0.1)], 5) == [0, 2, 1, 2]
+
+
+def test_trials_go_where_what_is_good_enough_ends() -> None:
+    assert at_the_edge(GOALS, {15, 14}, 4) == [0, 1, 2, 1]
+    assert at_the_edge(GOALS, {}, 4) == [1, 2, 1, 0]
+    assert at_the_edge(GOALS, {12}, 3) == [0, 0, 0, 3], "the cheapest level is met: better there, at least"

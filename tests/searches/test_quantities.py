@@ -10,13 +10,14 @@ import pytest
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
+from surgeon.quality.summary import Quality
+from surgeon.searches.mixture import Proposal, Trial
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.quantities import Aspect, parse_objectives
-from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
 from tests.cost.examples import hardware, model
 
 PROGRAM = Program.parse("[A0 A1] [F0 F1] A2 F2 A3 F3")
-MEASURED = MeasuredProgram(7.5, 0.03, 0.02, 0.04, 100, more={"accuracy:piqa": 0.7})
+MEASURED = Quality(7.5, divergence=0.03, more={"accuracy:piqa": 0.7})
 
 
 def pricing(text: str) -> Pricing:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +16,25 @@ from scipy import stats
 import surgeon
 from surgeon.findings.edit import Edit
 from surgeon.language.program import Program
-from surgeon.searches.mixture import Mixture
+from surgeon.quality.summary import Quality
+from surgeon.searches.front import Knee, QualityCurve
+from surgeon.searches.mixture import Mixture, Proposal, Trial
 from surgeon.searches.spaces import parse_spaces
-from surgeon.searches.trial import MeasuredProgram, Proposal, Trial
-from surgeon.searches.winners import Evaluate, HeldOutComparison, against_most_salient, remeasure
+from surgeon.searches.winners import Evaluate, HeldOutComparison, against_most_salient, choose, ranked, remeasure
 from surgeon.testing.spaces import small_model
+from tests.searches.made_up_search import search, try_programs
 from tests.tiny_models import save_checkpoint
 
 DENSE = Program.dense(4)
 TEXTS = ["A0 F0 [A1 A2] [F1 F2] A3 F3", "[A0 A1] [F0 F1] A2 F2 A3 F3", "A0 F0 A1 F1 [A2 A3] [F2 F3]"]
 
 
-def measured(divergences: Sequence[float], nll: Sequence[float] = (), whole: bool = True) -> MeasuredProgram:
+def measured(divergences: Sequence[float], nll: Sequence[float] = (), whole: bool = True) -> Quality:
     mean = float(np.mean(divergences))
     likelihoods = tuple(nll) or tuple(2.0 for _ in divergences)
     perplexity = math.exp(float(np.mean(likelihoods)))
-    return MeasuredProgram(
-        perplexity, mean, math.nan, math.nan, 100, likelihoods, tuple(map(float, divergences)), whole=whole
-    )
+    windows = {"nll": likelihoods, "divergence": tuple(map(float, divergences))}
+    return Quality(perplexity, divergence=mean, tokens=100, windows=windows, whole=whole)
 
 
 def trial(number: int, mean: float, text: str | None = None, whole: bool = True) -> Trial:
@@ -44,7 +46,7 @@ def on_held_out(*by_trial: Sequence[float]) -> Evaluate:
     known = {Program.parse(text): measured(values) for text, values in zip(TEXTS, by_trial, strict=False)}
     known[DENSE] = measured([0.0] * len(by_trial[0]))
 
-    def evaluate(programs: Sequence[Program]) -> Mapping[Program, MeasuredProgram]:
+    def evaluate(programs: Sequence[Program]) -> Mapping[Program, Quality]:
         return {program: known[program] for program in programs}
 
     return evaluate
@@ -146,11 +148,11 @@ MIXTURE = Mixture(parse_spaces("experts:2,drop"), small_model("qwen3_moe", layer
 SALIENT = "A0 F0 A1 F1!e1,e3 A2"
 
 
-def of_windows(*divergences: float) -> MeasuredProgram:
-    return MeasuredProgram(1.0, sum(divergences) / len(divergences), 0.0, 0.0, 10, divergences=divergences)
+def of_windows(*divergences: float) -> Quality:
+    return Quality(1.0, divergence=sum(divergences) / len(divergences), windows={"divergence": divergences})
 
 
-def said(texts: list[str], **programs: MeasuredProgram) -> str | None:
+def said(texts: list[str], **programs: Quality) -> str | None:
     choice = tuple(sorted(map(Edit.parse, texts)))
     found = {Program.parse(name): one for name, one in programs.items()}
     return against_most_salient(MIXTURE, choice, found, "held-out text")
@@ -182,3 +184,73 @@ def test_what_a_search_says(tmp_path: Path, tiny_text: Path) -> None:
     mixture = found.question.mixture
     reap = mixture.program(mixture.with_most_salient(found.winner.trial.proposal.choice))
     assert str(reap) in set(found.trials["program"]), "it is tried"
+
+
+def test_quality_that_nothing_has_says_the_nearest() -> None:
+    searching, _ = search("pair", "divergence<=0.001")
+    trials = [*try_programs(searching, 10)]
+    least = min(trial.measured.divergence for trial in trials)
+    with pytest.raises(ValueError, match=rf"of 10 trials none is within .*; the nearest, .* divergence {least:.3g}"):
+        choose(searching.question, trials, [])
+
+
+def test_without_a_knee_perplexity_is_kept_or_as_little_as_can_be_is_changed() -> None:
+    searching, evaluator = search("pair", None)
+    question, edits = searching.question, searching.question.mixture.edits
+
+    def chosen(*perplexities: float) -> tuple[list[int], str]:
+        trials = [
+            Trial(row, Proposal(str(question.mixture.program(edits[: 2 * row + 1 : 2])), "window", ()),
+                  replace(evaluator.measured(0.1 * (row + 1)), perplexity=times * question.original.perplexity))
+            for row, times in enumerate(perplexities)
+        ]  # fmt: skip
+        curve = QualityCurve(question.along[0], "pair", (), Knee(None, math.nan, math.nan, 0.0))
+        best, why = choose(question, trials, [curve])
+        return [one.number for one in best], why
+
+    assert chosen(1.01, 1.05, 1.2) == (
+        [1], "The best at the least depth that keeps perplexity within 10% (there is no knee)"
+    )  # fmt: skip
+    assert chosen(1.3, 1.5) == ([0], "The least changed (there is no knee, and none keeps perplexity within 10%)")
+
+
+def test_two_objectives_give_the_middle_of_their_front() -> None:
+    searching, _ = search("pair", None, "divergence,depth")
+    trials = [*try_programs(searching, 30)]
+    (winner,), why = choose(searching.question, trials, [])
+    assert "nearest to the best of every objective" in why
+    values = [searching.question.costs(trial) for trial in trials]
+    first = searching.question.costs(winner)
+    assert not any(all(a <= b for a, b in zip(one, first, strict=True)) and one != first for one in values)
+
+
+def test_a_ranking_has_whole_trials_of_different_programs_the_best_first() -> None:
+    searching, evaluator = search("pair", "depth=8")
+
+    def trial(number: int, divergence: float, key: str, whole: bool = True) -> Trial:
+        return Trial(number, Proposal(key, "window", ()), replace(evaluator.measured(divergence), whole=whole))
+
+    first, second, *_, last = searching.question.mixture.edits
+    eight, other = (str(searching.question.mixture.program((edit, last))) for edit in (first, second))
+    trials = [
+        trial(0, 0.3, eight),
+        trial(1, 0.2, eight),
+        trial(2, 0.1, other, whole=False),
+        trial(3, 0.4, other),
+        trial(4, math.inf, other),
+    ]
+    assert [each.number for each in ranked(searching.question, trials)] == [1, 3]
+    with pytest.raises(ValueError, match="of 1 trials within the budget none has a finite divergence"):
+        ranked(searching.question, trials[4:])
+
+
+def test_of_those_that_cost_the_same_the_closest_comes_first() -> None:
+    """As drafts do that do not pay, whose time of a token is the model's own."""
+    searching, evaluator = search("pair", "depth=8", "perplexity")
+    first, second, third, *_, last = searching.question.mixture.edits
+    keys = [str(searching.question.mixture.program((edit, last))) for edit in (first, second, third)]
+    trials = [
+        Trial(number, Proposal(key, "window", ()), replace(evaluator.measured(divergence), perplexity=20.0))
+        for number, (key, divergence) in enumerate(zip(keys, (0.3, 0.1, 0.2), strict=True))
+    ]
+    assert [each.number for each in ranked(searching.question, trials)] == [1, 2, 0]

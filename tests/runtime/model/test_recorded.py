@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from surgeon.benchmarks.timing import TimedEngine
-from surgeon.cost.dissect import READING, SUBLAYER, DissectedEngine
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.batching.windows import BLOCK_TOKENS
 from surgeon.runtime.comm.collectives import Alone, Counts
@@ -254,18 +253,6 @@ def test_steps_of_recorded_passes_are_timed(folders: Callable[[str], Path]) -> N
         assert len(one.steps) == 8
         assert 0 < sum(one.steps) < one.seconds
         assert one.waiting == 0
-
-
-def test_parts_of_recorded_passes_are_dissected(folders: Callable[[str], Path]) -> None:
-    engine = DissectedEngine(make_plan(folders("llama"), 1, 100), Alone(), torch.device("cpu"))
-    cache = engine.new_cache(BLOCKS)
-    for number in range(3):
-        engine.step(one_more([(5 + number, [0, 1])], number), cache)
-    recorded, *replayed = engine.passes_seen
-    for one in replayed:
-        counted = {name: times for name, (_, times) in one.parts.items()}
-        assert counted == {name: times for name, (_, times) in recorded.parts.items()}
-        assert 0 < one.parts[f"{READING} A"][0] < one.parts[f"{SUBLAYER} A"][0] < one.seconds
 
 
 def test_what_is_computed_again_keeps_its_weights(pair: tuple[RankEngine, RankEngine]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -14,33 +13,37 @@ from surgeon.findings.edit import Edit
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.program import Program
 from surgeon.opened import Model
-from surgeon.searches.limits import SearchBudget, parse_limits
+from surgeon.quality.summary import Quality
 from surgeon.searches.mixture import Mixture
+from surgeon.searches.priced import reach, require_reachable, require_work
 from surgeon.searches.pricing import Pricing
-from surgeon.searches.quantities import Aspect
-from surgeon.searches.reach import reach, require_reachable
+from surgeon.searches.quantities import Aspect, Limit, parse_limits
 from surgeon.searches.spaces.base import Claim, Space, claims_of_shape, parse_spaces
 from surgeon.searches.spaces.pair import Pairs
-from surgeon.searches.trial import MeasuredProgram
 from tests.cost.examples import hardware, model
 
 SIX = model(num_hidden_layers=6)
 PAIR = Program.parse("A0 F0 [A1 A2] [F1 F2] A3 F3 A4 F4 A5 F5")
 
 
-def budget(text: str, ranks: int = 2) -> SearchBudget:
+def budget(text: str, ranks: int = 2) -> tuple[Sequence[Limit], Pricing]:
     limits = parse_limits(text)
     aspects = tuple(limit.aspect for limit in limits if limit.aspect.is_priced)
     pricing = Pricing(SIX, aspects, Deployment(ranks), Workload(1, 5, 4), {"l4": hardware(launch="0")})
-    return SearchBudget(limits, pricing)
+    return limits, pricing
+
+
+def shortfalls(asked: tuple[Sequence[Limit], Pricing], program: Program) -> tuple[float, ...]:
+    limits, pricing = asked
+    return pricing.shortfalls(limits, program)
 
 
 def mixture(spaces: str = "pair") -> Mixture:
     return Mixture(parse_spaces(spaces), SIX)
 
 
-def measured(perplexity: float, divergence: float) -> MeasuredProgram:
-    return MeasuredProgram(perplexity, divergence, math.nan, math.nan, 100)
+def measured(perplexity: float, divergence: float) -> Quality:
+    return Quality(perplexity, divergence=divergence)
 
 
 @pytest.mark.parametrize(
@@ -111,51 +114,56 @@ def test_what_is_no_limit(text: str, said: str) -> None:
 def test_a_model_that_is_to_be_deeper() -> None:
     deeper = Program.parse("A0 F0 A1 F1 A2 F2 A1 F1 A2 F2 A3 F3 A4 F4 A5 F5")
     wanted = budget("depth>=10,depth<=12")
-    assert wanted.shortfalls(Program.dense(6)) == (1, 0)
-    assert wanted.shortfalls(deeper) == (0.5, 0)
-    assert budget("depth>=1.25x").shortfalls(deeper) == (0,)
-    assert [limit.aspect.show(wanted.cost(limit, deeper)) for limit in wanted.limits] == ["depth 8", "depth 8"]
-    assert wanted.limits[0].aspect.natural(-8) == 8
-    (kept,) = budget("params=0.8x,depth>=1x").require_work()
+    assert shortfalls(wanted, Program.dense(6)) == (1, 0)
+    assert shortfalls(wanted, deeper) == (0.5, 0)
+    assert shortfalls(budget("depth>=1.25x"), deeper) == (0,)
+    limits, pricing = wanted
+    assert [limit.aspect.show(pricing.price(limit.aspect, deeper)) for limit in limits] == ["depth 8", "depth 8"]
+    assert limits[0].aspect.natural(-8) == 8
+    (kept,) = require_work(*budget("params=0.8x,depth>=1x"))
     assert kept == "depth>=1x: the unedited model has depth 6 already; it only keeps programs from being shallower"
     for text, said in (("depth>=5", "ask for more"), ("depth=8", "ask for less, or for a deeper model by depth>=8")):
         with pytest.raises(ValueError, match=f"has depth 6 already; {said}"):
-            budget(text).require_work()
+            require_work(*budget(text))
 
 
 def test_how_far_programs_are() -> None:
     wanted = budget("depth=4,wire_bytes=0.75x,params=1x")
-    assert wanted.shortfalls(Program.dense(6)) == (1, 1, 0)
-    assert wanted.shortfalls(PAIR) == (0.5, pytest.approx(1 / 3), 0)
-    assert wanted.shortfalls(Program.parse("A0 F0 A1 F1 A2 F2 A3 F3")) == (0, 0, 0)
+    assert shortfalls(wanted, Program.dense(6)) == (1, 1, 0)
+    assert shortfalls(wanted, PAIR) == (0.5, pytest.approx(1 / 3), 0)
+    assert shortfalls(wanted, Program.parse("A0 F0 A1 F1 A2 F2 A3 F3")) == (0, 0, 0)
     # One more of what the unedited model is within the limit of is in parts of the limit.
     more = Program.parse("A0@q64 F0 A1 F1 A2 F2 A3 F3")
-    assert budget("params=1x").shortfalls(more) == (0,)
-    whole = budget("params=1x").pricing.dense[0]
+    assert shortfalls(budget("params=1x"), more) == (0,)
+    whole = next(iter(budget("params=1x")[1].dense.values()))
     widened = "A0@q64 F0 A1 F1 A2 F2 A3 F3 A4 F4 A5 F5"
-    assert budget("params=1x").shortfalls(Program.parse(widened)) == (pytest.approx(64 * 64 / whole),)
+    assert shortfalls(budget("params=1x"), Program.parse(widened)) == (pytest.approx(64 * 64 / whole),)
 
 
 def test_quality_is_limited_by_what_is_measured() -> None:
-    wanted, original = budget("depth=5,divergence<=0.02,perplexity<=1.05x"), measured(10, 0)
-    assert wanted.quality_shortfalls(measured(10.5, 0.02), original) == (0, 0)
-    assert wanted.quality_shortfalls(measured(12.6, 0.03), original) == pytest.approx((0.5, 0.2))
-    assert not any(wanted.quality_shortfalls(measured(10.4, 0.01), original))
-    assert any(wanted.quality_shortfalls(measured(10.4, 0.021), original))
-    assert any(wanted.quality_shortfalls(measured(10.6, 0.01), original))
+    (_, *wanted), _ = budget("depth=5,divergence<=0.02,perplexity<=1.05x")
+
+    def lacks(perplexity: float, divergence: float) -> list[float]:
+        return [limit.lack(measured(perplexity, divergence), measured(10, 0)) for limit in wanted]
+
+    assert lacks(10.5, 0.02) == [0, 0]
+    assert lacks(12.6, 0.03) == pytest.approx([0.5, 0.2])
+    assert not any(lacks(10.4, 0.01))
+    assert any(lacks(10.4, 0.021))
+    assert any(lacks(10.6, 0.01))
 
 
 def test_limits_that_ask_for_nothing() -> None:
     with pytest.raises(ValueError, match="budget depth=6: the unedited model has depth 6 already; ask for less"):
-        budget("depth=6").require_work()
+        require_work(*budget("depth=6"))
     with pytest.raises(ValueError, match="has depth 6 already and the unedited model has params"):
-        budget("depth=8,params=1x").require_work()
-    notes = budget("depth=5,params=1x,divergence=0.1").require_work()
+        require_work(*budget("depth=8,params=1x"))
+    notes = require_work(*budget("depth=5,params=1x,divergence=0.1"))
     assert len(notes) == 1
     assert "params=1x: the unedited model has params" in notes[0]
-    assert budget("divergence=0.1").require_work() == ()
+    assert require_work(*budget("divergence=0.1")) == []
     with pytest.raises(ValueError, match="syncs<=3: the unedited model has syncs 0 on 1 rank"):
-        budget("syncs<=3", ranks=1)
+        require_work(*budget("syncs<=3", ranks=1))
 
 
 @pytest.mark.parametrize(
@@ -171,17 +179,17 @@ def test_limits_that_ask_for_nothing() -> None:
 )
 def test_what_can_be_reached(text: str, spaces: str, edits: int) -> None:
     wanted = budget(text)
-    found = require_reachable(wanted, mixture(spaces))
+    found = require_reachable(*wanted, mixture(spaces))
     assert found.met
     assert len(found.choice) == edits
     assert found.program == mixture(spaces).program(found.choice)
-    assert not any(wanted.shortfalls(found.program))
+    assert not any(shortfalls(wanted, found.program))
 
 
 def test_a_time_is_reached_with_as_few_edits_as_it_takes() -> None:
-    dense = budget("latency=1x@l4").pricing.dense[0]
-    one = budget("latency=1x@l4").pricing.prices(PAIR)[0]
-    found = require_reachable(budget(f"latency={1e3 * (dense - 1.5 * (dense - one)):.6f}ms@l4"), mixture())
+    dense = next(iter(budget("latency=1x@l4")[1].dense.values()))
+    one = budget("latency=1x@l4")[1].prices(PAIR)[0]
+    found = require_reachable(*budget(f"latency={1e3 * (dense - 1.5 * (dense - one)):.6f}ms@l4"), mixture())
     assert len(found.choice) == 2
 
 
@@ -207,7 +215,7 @@ def test_a_time_is_reached_with_as_few_edits_as_it_takes() -> None:
 )
 def test_what_is_out_of_reach(text: str, spaces: str, said: str) -> None:
     with pytest.raises(ValueError, match=".") as caught:
-        require_reachable(budget(text), mixture(spaces))
+        require_reachable(*budget(text), mixture(spaces))
     assert said in str(caught.value)
 
 
@@ -220,7 +228,7 @@ def test_the_fastest_that_edits_reach_is_said() -> None:
     ]
     said = f"pair brings the model from speedup 1x@l4 to speedup {times[0] / times[1]:.4g}x@l4 at the most"
     with pytest.raises(ValueError, match=said):
-        require_reachable(budget("speedup=9@l4"), mixture())
+        require_reachable(*budget("speedup=9@l4"), mixture())
 
 
 class Thinner(Space):
@@ -240,12 +248,12 @@ class Thinner(Space):
 
 def test_limits_that_exclude_each_other_are_told_from_those_out_of_reach() -> None:
     both = Mixture((Pairs(), Thinner()), SIX)
-    found = require_reachable(budget("depth=5,params=0.7x"), both)
+    found = require_reachable(*budget("depth=5,params=0.7x"), both)
     assert [edit.space for edit in found.choice].count("pair") == 1
     assert len(found.choice) == 1 + 4  # four layers at half their parameters leave two thirds
     with pytest.raises(ValueError, match=r"each of its limits can be met, but not all at once.* nearest has depth"):
-        require_reachable(budget("depth=3,params=0.7x"), both)
+        require_reachable(*budget("depth=3,params=0.7x"), both)
 
 
 def test_without_limits_on_programs_there_is_nothing_to_reach() -> None:
-    assert reach(budget("divergence=0.1"), mixture()).choice == ()
+    assert reach(*budget("divergence=0.1"), mixture()).choice == ()

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from surgeon.benchmarks.marks import DeviceClock, HostClock, now
 from surgeon.benchmarks.measure import Measurement, RankBench, Split
-from surgeon.benchmarks.passes import PassRecorder
+from surgeon.benchmarks.passes import DeviceClock, HostClock, PassRecorder, now
 from surgeon.benchmarks.timing import TimedEngine, watched
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
