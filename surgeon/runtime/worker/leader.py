@@ -83,7 +83,7 @@ class Account(NamedTuple):
 RECORDING_SECONDS = 60.0
 
 
-class Drafting(tuple[Row, ...]):
+class RowsToDraft(tuple[Row, ...]):
     """To every rank but the first: the rows of a pass that drafts tokens; other rows come as a list."""
 
 
@@ -173,7 +173,7 @@ class Leader:
             going = [place for place, most in enumerate(passes) if most > number]
             began = time.perf_counter()
             rows = [row for place in going for row in chunks[place].drafting_rows(drafts[place])]
-            self._sender.send(Drafting(rows))
+            self._sender.send(RowsToDraft(rows))
             results = self.engine.draft(rows, self.cache)
             asking = [place for place in going if chunks[place].drafts > number]
             drawn = [chunks[place] for place in asking if chunks[place].wanted == Wanted.LOGITS]

@@ -19,7 +19,7 @@ from surgeon.runtime.model.engine import Figures, RankEngine
 from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.plan.mixtures import ExpertTimes
 from surgeon.runtime.plan.specification import Plan
-from surgeon.runtime.worker.leader import Account, Cancel, Drafting, Leader, Report, RowsToRecord
+from surgeon.runtime.worker.leader import Account, Cancel, Leader, Report, RowsToDraft, RowsToRecord
 from surgeon.runtime.worker.pipeline import PipelineLeader, StretchEngine, relay
 from surgeon.runtime.worker.rank import Rank
 
@@ -148,7 +148,7 @@ def follow(rank: Rank, engine: RankEngine, cache: PagedCache) -> None:
         if isinstance(message, Report):
             rank.notify(Account(message.ticket, rank.rank, engine.figures))
         else:
-            compute = {Drafting: engine.draft, RowsToRecord: engine.record_ahead}.get(type(message))
+            compute = {RowsToDraft: engine.draft, RowsToRecord: engine.record_ahead}.get(type(message))
             if compute is None:
                 engine.step(list(message), cache)
             else:
