@@ -40,8 +40,7 @@ from scripts.bench.engines import Surgeon, ratio
 from scripts.bench.rooflines import Rooflines
 from surgeon.progress import progress
 from surgeon.runtime.kernels.build import SWITCH, built
-from surgeon.runtime.kernels.functions import Kernels, Runs, kernels
-from surgeon.runtime.model.attending import Weighting
+from surgeon.runtime.kernels.functions import Kernels, Runs, Weighting, kernels
 
 PROMPT, NEW = 64, 24
 CACHE_BYTES = 1 << 30  # keys and values of as many layers as lie in so many are measured

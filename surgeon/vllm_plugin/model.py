@@ -34,8 +34,9 @@ from surgeon.language.execute import State, land
 from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.weights import ModelWeights, unit_bounds
+from surgeon.runtime.kernels.functions import Weighting
 from surgeon.runtime.kernels.triton.functions import Placing
-from surgeon.runtime.model.attending import Pass, Weighting
+from surgeon.runtime.model.attending import Pass
 from surgeon.runtime.model.ends import Ends, embedded_among, read
 from surgeon.runtime.model.layers import plan_kernels, torch_dtype
 from surgeon.runtime.model.program import RankProgram

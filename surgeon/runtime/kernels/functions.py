@@ -6,8 +6,9 @@ Shapes: T tokens of a pass, H heads and K KV heads of a slice, D head_dim.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,23 +48,46 @@ def kernels_for(tensor: Tensor) -> Kernels | None:
     return None
 
 
-class Scoring(Protocol):
-    """How an attention makes weights of its scores.
+class Window(NamedTuple):
+    """Which tokens an attention looks at, where that is not all up to a token itself.
 
     Attributes:
-        scale: of the products of queries and keys; None for 1 / sqrt(D).
-        softcap: the bound of scores, if any.
-        sinks: one more score of each head, (H,), whose weight no value has, if any.
+        tokens: how many at most, the token itself the last of them.
+        chunked: whether none before the last position that is a multiple of so many.
     """
 
-    @property
-    def scale(self) -> float | None: ...
+    tokens: int
+    chunked: bool = False
 
-    @property
-    def softcap(self) -> float | None: ...
+    def first(self, end: int) -> int:
+        """The first position that the last of so many tokens of a text looks at."""
+        if self.chunked:
+            return (end - 1) // self.tokens * self.tokens
+        return max(0, end - self.tokens)
 
-    @property
-    def sinks(self) -> Tensor | None: ...
+    @staticmethod
+    def within(window: Window | None, tokens: int) -> Window | None:
+        """The same, None where texts of so many tokens are no longer than it."""
+        if window is None or window.tokens >= tokens:
+            return None
+        return window
+
+
+@dataclass(frozen=True)
+class Weighting:
+    """How an attention makes weights of the products of its queries and keys, besides the softmax.
+
+    Attributes:
+        scale: what products are multiplied by; None for 1 / sqrt(D).
+        window: which tokens a token looks at; None for all up to itself.
+        softcap: the bound c of scores that are c * tanh(score / c); None without one.
+        sinks: one more score of each head, whose weight no value has (gpt-oss), (H,) of float32; None without them.
+    """
+
+    scale: float | None = None
+    window: Window | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = field(default=None, compare=False)
 
 
 class Runs(NamedTuple):
@@ -292,7 +316,7 @@ class Kernels:
             *(places.data_ptr(), pair.data_ptr(), pair.stride(0)),
         )
 
-    def attend(self, queries: Tensor, pair: Tensor, read: Runs, scoring: Scoring) -> Tensor:
+    def attend(self, queries: Tensor, pair: Tensor, read: Runs, scoring: Weighting) -> Tensor:
         """Attended values, (texts, H * D), of one token of each, (texts, H, D), over a cache, (2 * K, places, D)."""
         texts, heads, dim = queries.shape
         y = queries.new_empty(texts, heads * dim)
@@ -304,7 +328,7 @@ class Kernels:
         )
         return y
 
-    def attend_text(self, queries: Tensor, pair: Tensor, text: TextKeys, scoring: Scoring) -> Tensor:
+    def attend_text(self, queries: Tensor, pair: Tensor, text: TextKeys, scoring: Weighting) -> Tensor:
         """Attended values, (T, H * D), of consecutive tokens of a text, (T, H, D), over a cache, (2 * K, places, D)."""
         tokens, heads, dim = queries.shape
         y = queries.new_empty(tokens, heads * dim)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from ctypes import CDLL, c_float, c_int64, c_void_p, cast
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,18 +51,11 @@ ARGUMENTS = 16  # that a line of a table has room for, as in replay.h
 Call = tuple[str, tuple[Any, ...]]
 
 
-class Notes(Protocol):
-    """What calls are noted in."""
-
-    def note(self, name: str, *arguments: Any) -> None:
-        """Take in a call that is being made."""
-
-
-NOTES: ContextVar[Notes | None] = ContextVar("notes", default=None)  # that a thread's calls are taken in by, if any
+NOTES: ContextVar[Any] = ContextVar("notes", default=None)  # the `Recording` that takes in a thread's calls, if any
 
 
 @contextmanager
-def noting(notes: Notes | None) -> Iterator[None]:
+def noting(notes: Any) -> Iterator[None]:
     """Have this thread's calls noted besides being made; nowhere for None."""
     before = NOTES.set(notes)
     try:

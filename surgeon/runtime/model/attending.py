@@ -1,4 +1,4 @@
-"""How the tokens of a pass look at one another: windows, weights, what all sublayers share, and attention itself.
+"""How the tokens of a pass look at one another: what all sublayers share, and attention itself.
 
 Shapes: T tokens of a pass, of all its sequences one after another, D head_dim, H heads and K KV heads of the slice, R
 the ranks of k and v together where both are two factors.
@@ -7,59 +7,15 @@ the ranks of k and v together where both are two factors.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgeon.runtime.kernels.functions import kernels_for
+from surgeon.runtime.kernels.functions import Weighting, kernels_for
 from surgeon.runtime.kernels.triton.functions import Placing
 from surgeon.runtime.model.rotary import AllAngles
-
-
-class Window(NamedTuple):
-    """Which tokens an attention looks at, where that is not all up to a token itself.
-
-    Attributes:
-        tokens: how many at most, the token itself the last of them.
-        chunked: whether none before the last position that is a multiple of so many.
-    """
-
-    tokens: int
-    chunked: bool = False
-
-    def first(self, end: int) -> int:
-        """The first position that the last of so many tokens of a text looks at."""
-        if self.chunked:
-            return (end - 1) // self.tokens * self.tokens
-        return max(0, end - self.tokens)
-
-    @staticmethod
-    def within(window: Window | None, tokens: int) -> Window | None:
-        """The same, None where texts of so many tokens are no longer than it."""
-        if window is None or window.tokens >= tokens:
-            return None
-        return window
-
-
-@dataclass(frozen=True)
-class Weighting:
-    """How an attention makes weights of the products of its queries and keys, besides the softmax.
-
-    Attributes:
-        scale: what products are multiplied by; None for 1 / sqrt(D).
-        window: which tokens a token looks at; None for all up to itself.
-        softcap: the bound c of scores that are c * tanh(score / c); None without one.
-        sinks: one more score of each head, whose weight no value has (gpt-oss), (H,) of float32; None without them.
-    """
-
-    scale: float | None = None
-    window: Window | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = field(default=None, compare=False)
-
 
 # Puts new keys and, behind them, values, (T, 2 * K, D), or what they are rebuilt of, (T, R), into a slot of the cache;
 # queries (T, H, D) to attended values (T, H * D).

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from surgeon.models.families import SublayerSpec
 from surgeon.models.weights import Tensors
-from surgeon.runtime.kernels.functions import Kernels, kernels_for
+from surgeon.runtime.kernels.functions import Kernels, Weighting, Window, kernels_for
 from surgeon.runtime.kernels.triton.functions import Placing, triton_kernels_for
-from surgeon.runtime.model.attending import Pass, Weighting, Window
+from surgeon.runtime.model.attending import Pass
 from surgeon.runtime.model.linear import LinearMap, count_outputs, second_factor
 from surgeon.runtime.model.low_rank import Maps, Sharing
 from surgeon.runtime.model.rotary import AllAngles, mean_squares, place_

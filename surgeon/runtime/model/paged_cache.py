@@ -25,9 +25,8 @@ from torch import Tensor
 from surgeon.runtime.batching.blocks import GONE, BlockRun
 from surgeon.runtime.batching.sequence import Row
 from surgeon.runtime.batching.windows import BLOCK_TOKENS, Windows
-from surgeon.runtime.kernels.functions import kernels_for
+from surgeon.runtime.kernels.functions import Weighting, Window, kernels_for
 from surgeon.runtime.kernels.triton.functions import TextBlocks, triton_kernels_for
-from surgeon.runtime.model.attending import Weighting, Window
 from surgeon.runtime.model.ends import Index
 from surgeon.runtime.model.layers import Rebuild
 from surgeon.runtime.model.rotary import AllAngles

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from surgeon.runtime.batching.sequence import Row
 from surgeon.runtime.batching.windows import blocks_for
-from surgeon.runtime.kernels.functions import Runs, TextKeys
+from surgeon.runtime.kernels.functions import Runs, TextKeys, Weighting, Window
 from surgeon.runtime.kernels.triton.functions import TextBlocks
-from surgeon.runtime.model.attending import Weighting, Window, attention
+from surgeon.runtime.model.attending import attention
 from surgeon.runtime.model.ends import Index
 from surgeon.runtime.model.paged_cache import PagedCache, angles_at, runs_of, stretches, write_table
 from surgeon.runtime.model.rotary import AllAngles

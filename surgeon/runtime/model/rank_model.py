@@ -21,8 +21,9 @@ from surgeon.models.weights import ModelWeights
 from surgeon.runtime.batching.request import TokenLogprob
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.comm.collectives import Collectives
+from surgeon.runtime.kernels.functions import Weighting
 from surgeon.runtime.kernels.recording import Recording
-from surgeon.runtime.model.attending import Attend, AttendRaw, Pass, Weighting
+from surgeon.runtime.model.attending import Attend, AttendRaw, Pass
 from surgeon.runtime.model.ends import Ends, Index, Vocabulary, final_norm
 from surgeon.runtime.model.layers import Rebuild
 from surgeon.runtime.model.paged_cache import PagedCache, angles_at
@@ -102,12 +103,14 @@ class RankModel(RankProgram):
         def everybody() -> Collectives:
             return self.groups[collectives.group]
 
-        self.vocabulary: Vocabulary = (
-            alike[0].vocabulary.shared_with(plan, everybody)
-            if alike
-            else Vocabulary(source, plan, self.rank, device, everybody)
-        )
-        self.ends: Ends = alike[0].ends if alike else Ends(source, plan, device)
+        self.vocabulary: Vocabulary
+        self.ends: Ends
+        if alike:
+            self.vocabulary = alike[0].vocabulary.shared_with(plan, everybody)
+            self.ends = alike[0].ends
+        else:
+            self.vocabulary = Vocabulary(source, plan, self.rank, device, everybody)
+            self.ends = Ends(source, plan, device)
         self._angles = self._angles_of(0)
         if plan.coda is not None:
             self.coda = RankCoda(plan.coda, self)
@@ -117,8 +120,10 @@ class RankModel(RankProgram):
     @property
     def by_kernels(self) -> bool:
         """Whether kernels compute all that takes long."""
-        programs = (self,) if self.coda is None else (self, self.coda)
-        return all(made.by_kernels for program in programs for made in program.sublayers.values())
+        computed = [*self.sublayers.values()]
+        if self.coda is not None:
+            computed += self.coda.sublayers.values()
+        return all(made.by_kernels for made in computed)
 
     @contextmanager
     def groups_recorded(self, recording: Recording) -> Iterator[None]:
@@ -131,11 +136,17 @@ class RankModel(RankProgram):
 
     def kv_heads(self) -> list[int]:
         """How many KV heads this rank has of each attention, the coda's among them."""
-        return super().kv_heads() + ([] if self.coda is None else self.coda.kv_heads())
+        heads = super().kv_heads()
+        if self.coda is not None:
+            heads += self.coda.kv_heads()
+        return heads
 
     def rebuilds(self) -> dict[int, Rebuild]:
         """What makes keys and values of what is cached in rank space, by slot, the coda's among them."""
-        return super().rebuilds() | ({} if self.coda is None else self.coda.rebuilds())
+        rebuilds = super().rebuilds()
+        if self.coda is not None:
+            rebuilds |= self.coda.rebuilds()
+        return rebuilds
 
     def angles_up_to(self, tokens: int) -> AllAngles:
         """Rotary angles of so many positions or more; others than before if those were fewer."""

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from surgeon.runtime.batching.sequence import Row
 from surgeon.runtime.batching.windows import power_of_two
-from surgeon.runtime.kernels.functions import Kernels, Runs
+from surgeon.runtime.kernels.functions import Kernels, Runs, Weighting, Window
 from surgeon.runtime.kernels.recording import Arena, Recording, Replay, Span
-from surgeon.runtime.model.attending import Weighting, Window
 from surgeon.runtime.model.paged_cache import PagedCache, runs_of, stretches
 from surgeon.runtime.model.phase import Sent
 from surgeon.runtime.model.rank_model import RankModel, Results, Way

@@ -34,9 +34,10 @@ from torch import Tensor
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.batching.windows import BLOCK_TOKENS, blocks_for, power_of_two
 from surgeon.runtime.comm.collectives import Counts
+from surgeon.runtime.kernels.functions import Weighting, Window
 from surgeon.runtime.kernels.recording import GraphRecorder
 from surgeon.runtime.kernels.triton.functions import Placing, TextBlocks
-from surgeon.runtime.model.attending import AttendRaw, Weighting, Window, attention
+from surgeon.runtime.model.attending import AttendRaw, attention
 from surgeon.runtime.model.paged_cache import PagedCache, angles_at, write_table
 from surgeon.runtime.model.phase import Sent
 from surgeon.runtime.model.rank_model import RankModel, Results, Way

@@ -13,10 +13,9 @@ import os
 import secrets
 import socket
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from multiprocessing.connection import Client, Listener
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,7 +36,7 @@ from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.rank_model import Results
 from surgeon.runtime.plan.memory import cache_groups
 from surgeon.runtime.plan.specification import Plan
-from surgeon.runtime.worker.leader import Account, Leader, Recorded, Report
+from surgeon.runtime.worker.leader import Account, Leader, Report
 from surgeon.runtime.worker.rank import Rank
 from surgeon.runtime.worker.ranks import Ranks
 
@@ -129,13 +128,6 @@ class StretchEngine(RankEngine):
         return [max(0, int(token)) for token in best]
 
 
-class Flight(NamedTuple):
-    """A pass on its way: rows, and whose they are."""
-
-    texts: list[Text]
-    rows: list[Row]
-
-
 class PipelineLeader(Leader):
     """Rank 0's side of the work on some requests."""
 
@@ -146,11 +138,7 @@ class PipelineLeader(Leader):
         super().__init__(engine, cache, blocks, limits, ring)
         self.scheduler = InFlight(BlockPool(blocks, windows=cache.windows), limits, engine.model.coda is not None)
         self._ring = ring
-        self._flights = deque[Flight]()
-
-    def record_ahead(self, seconds: float = 0.0) -> Iterator[Recorded]:  # noqa: ARG002 - passes are computed as they come
-        """Nothing."""
-        return iter(())
+        self._flights = deque[tuple[list[Text], list[Row]]]()  # passes on their way: whose rows, and these
 
     def step(self) -> list[Output]:
         """Send a pass, or take in the oldest one where as many are on their way as may be, or none is to be sent."""
@@ -158,7 +146,10 @@ class PipelineLeader(Leader):
             chunks = self.scheduler.plan()
         else:
             chunks = []
-        outputs = self._send(chunks) if chunks else self._take_in()
+        if chunks:
+            outputs = self._send(chunks)
+        else:
+            outputs = self._take_in()
         self._note(outputs)
         return outputs
 
@@ -170,7 +161,7 @@ class PipelineLeader(Leader):
         places = [end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.sequence in drafting]
         stream, behind = self.engine.onward(rows, self.cache)
         self._ring.send(rows, stream)
-        self._flights.append(Flight([chunk.sequence for chunk in chunks], rows))
+        self._flights.append(([chunk.sequence for chunk in chunks], rows))
         outputs = self.scheduler.sent(chunks)
         if drafting:
             for sequence, token in zip(drafting, self.engine.drafted(behind[places]), strict=True):
@@ -179,13 +170,13 @@ class PipelineLeader(Leader):
 
     def _take_in(self) -> list[Output]:
         """The next tokens of the texts of the oldest pass, but of those rows that do not count."""
-        flight = self._flights.popleft()
+        texts, rows = self._flights.popleft()
         _, stream = self._ring.receive()
-        results = self.engine.results(stream, flight.rows)
+        results = self.engine.results(stream, rows)
         best = iter(results.best)
         drawn = iter(() if results.logits is None else results.logits.split(1))
         outputs = list[Output]()
-        for text, row in zip(flight.texts, flight.rows, strict=True):
+        for text, row in zip(texts, rows, strict=True):
             choice: Choice = (0, None)
             counts = self.scheduler.counts(text, row)
             if row.wanted == Wanted.BEST:

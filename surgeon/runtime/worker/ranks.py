@@ -182,9 +182,15 @@ class Ranks(AbstractContextManager["Ranks"]):
         self._folder = tempfile.TemporaryDirectory(prefix="surgeon-ranks-")
         self._processes: list[RankProcess] = []
         torchrun = read_environment()
-        memory = create_memory(ranks) if options.collectives == "shm" and ranks > 1 else None
+        memory = None
+        if options.collectives == "shm" and ranks > 1:
+            memory = create_memory(ranks)
         try:
-            rendezvous = self._start(ranks, memory) if torchrun is None else self._gather(torchrun, ranks)
+            rendezvous: Path | StoreAddress
+            if torchrun is None:
+                rendezvous = self._start(ranks, memory)
+            else:
+                rendezvous = self._gather(torchrun, ranks)
             for process in self._processes:
                 self._send(process, RankSettings(process.rank, process.location, options, rendezvous, memory))
             if wait:

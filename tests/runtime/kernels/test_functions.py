@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from surgeon.models.routing import Routed, Routing, route
-from surgeon.runtime.kernels.functions import Kernels, PackedExperts, Runs, TextKeys, kernels, kernels_for
-from surgeon.runtime.model.attending import Weighting
+from surgeon.runtime.kernels.functions import Kernels, PackedExperts, Runs, TextKeys, Weighting, kernels, kernels_for
 from surgeon.runtime.model.rotary import rotate_
 
 DRAWS = 25

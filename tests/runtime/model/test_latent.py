@@ -15,7 +15,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from surgeon.models.families import FAMILIES
 from surgeon.models.latent import Latent
-from surgeon.runtime.model.attending import Pass, Weighting, attention
+from surgeon.runtime.kernels.functions import Weighting
+from surgeon.runtime.model.attending import Pass, attention
 from surgeon.runtime.model.latent import LatentMaps
 from surgeon.runtime.model.layers import Attention
 from surgeon.runtime.model.rotary import rotation

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from surgeon.runtime.model.attending import Weighting, attention, softcap
+from surgeon.runtime.kernels.functions import Weighting
+from surgeon.runtime.model.attending import attention, softcap
 from surgeon.runtime.model.layers import Norm, torch_dtype
 from surgeon.runtime.plan.checks import make_plan
 

@@ -30,8 +30,8 @@ from surgeon.runtime.batching.windows import BLOCK_TOKENS, blocks_for
 from surgeon.runtime.comm.collectives import Alone, Collectives, Counts
 from surgeon.runtime.comm.pipes import Sender
 from surgeon.runtime.kernels import functions
+from surgeon.runtime.kernels.functions import Weighting, Window
 from surgeon.runtime.kernels.recording import WARM_UPS, CudaRecorder
-from surgeon.runtime.model.attending import Weighting, Window
 from surgeon.runtime.model.engine import Figures, RankEngine
 from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.static_decode import (
