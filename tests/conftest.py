@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import pytest
 from hypothesis import settings
@@ -58,10 +59,17 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that take long begin first, so that no worker is left with one when the others have ended."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
-    if not (config.getoption("--thorough") or config.getoption("--cases")):
-        left_out = [item for item in items if item.get_closest_marker("thorough")]
-        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+    every = config.getoption("--thorough") or config.getoption("--cases")
+    share = config.getoption("--one-in")
+    left_out = [
+        item
+        for item in items
+        if (not every and item.get_closest_marker("thorough")) or crc32(item.nodeid.encode()) % share
+    ]
+    if left_out:
         config.hook.pytest_deselected(items=left_out)
+        gone = {*left_out}
+        items[:] = [item for item in items if item not in gone]
 
 
 def pytest_collection_finish() -> None:
@@ -147,6 +155,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "what costs much, too, and all combinations of families, programs and ranks where a selection is the default"
     )
     parser.addoption("--thorough", action="store_true", help=every)
+    parser.addoption("--one-in", type=int, default=1, help="of all these tests one in N, the same ones every time")
 
 
 @pytest.fixture

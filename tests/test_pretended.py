@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from surgeon.cost.samples import time_launches
 from tests.pretended import pretended_gpus
 
 
@@ -73,12 +71,3 @@ def test_what_no_graph_can_hold(what: Any) -> None:
         what(x)
         with pytest.raises(RuntimeError, match="capturing"), torch.cuda.graph(torch.cuda.CUDAGraph()):
             what(x)
-
-
-def test_launches_of_a_graph_are_timed_as_passes_record_them() -> None:
-    """After warming up: what a library allocates the first time cannot be recorded."""
-    rank: Any = SimpleNamespace(device=torch.device("cuda", 0))
-    with pretended_gpus(1) as noted:
-        times = time_launches(rank, 2)
-        assert noted.launches["graph"] == 2 * 100
-    assert len(times["graph"]) == 2

@@ -18,8 +18,8 @@ import pandas as pd
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 from surgeon.commands.predictions import predict_drafts
-from surgeon.findings.drafts import drafts_picture
 from surgeon.findings.drawing import sheet
+from surgeon.findings.prediction import drafts_picture
 from surgeon.opened import open_model
 
 SHAPES = Path(__file__).resolve().parents[2] / "docs" / "shapes"
@@ -48,7 +48,7 @@ def main() -> None:
         found = dict(zip(names, results, strict=True))
     speeds = {name: one.speeds for name, one in found.items()}
     pd.concat([table.assign(draft=name) for name, table in speeds.items()]).to_csv(sys.stdout, index=False)
-    for line in dict.fromkeys(line for one in found.values() for line in one.refused):
+    for line in dict.fromkeys(line for one in found.values() for line in one.record["refused"]):
         print(f"refused: {line}", file=sys.stderr)
     title = f"Lossless drafting: {Path(asked.shapes).stem} on {asked.hardware}, times dense, tokens ahead"
     sheet(drafts_picture(speeds), title).savefig(asked.output)

@@ -45,8 +45,7 @@ from surgeon.cost.calibrate import MachineCalibration, hardware_text
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.hardware_file import parse_hardware
 from surgeon.cost.predict import predict
-from surgeon.cost.samples import Round, load_sampled, sample_exchanges, sample_passes
-from surgeon.cost.samples import loads as steps
+from surgeon.cost.samples import Round, load_sampled, sample_computing, sample_exchanges
 from surgeon.cost.workload import Workload
 from surgeon.demo import MODEL_FOLDER
 from surgeon.language.operations import fuse_attention_mlp, ladder, pair, tracks
@@ -132,14 +131,16 @@ def measured(model: Model, factored: Path, ranks: int, options: argparse.Namespa
     links = options.links if ranks > 1 else [NO_LINK]
     loads = [Workload(batch, options.prompt, options.new) for batch in options.batch]
     with Ranks(RankOptions(ranks)) as started:
-        load_sampled(started, plan)
+        load_sampled(started, plan, model.shapes)
         for way, (name, own) in product(links, found.plans.items()):
             started.call(load_timed, own, f"{way.name} {name}", True, way.link)
-        total = options.rounds * (len(steps(plan.max_tokens)) + len(links) * len(loads) * len(found.plans))
+        total = options.rounds * (1 + len(links) * len(loads) * len(found.plans))
         with progress(f"{model.name}, {ranks} ranks", total, "runs") as advance:
             for number in range(options.rounds + 1):  # the first one is for getting used to it
                 one = Round()
-                sample_passes(started, plan, one, TYPICAL[options.typical], advance if number else _nothing)
+                sample_computing(started, plan, model.shapes, one, TYPICAL[options.typical])
+                if number:
+                    advance(1)
                 if ranks > 1:
                     sample_exchanges(started, "shm", one, TYPICAL[options.typical])
                 found.rounds += [one] if number else []
@@ -205,10 +206,6 @@ def compared(options: argparse.Namespace, folder: Path) -> Iterator[Cell]:
             except ValueError as error:
                 print(f"left out: {model.name}, {ranks} ranks: {error}", file=sys.stderr)
         yield from cells(model, everything, options)
-
-
-def _nothing(amount: float) -> None:
-    """What an unnoted round tells."""
 
 
 def parse_link(text: str) -> Way:

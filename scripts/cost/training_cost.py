@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from scripts.cost.rack_cost import BACKWARD
 from surgeon.cost.collectives import Wiring
 from surgeon.cost.hardware import Hardware
-from surgeon.cost.room import USABLE
+from surgeon.cost.plans import USABLE
 from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION
 from surgeon.models.shapes import ModelShapes

@@ -223,9 +223,9 @@ def decode(engine: RankEngine, texts: Load, rounds: int) -> Decoded:
 
 def bytes_read(engine: RankEngine, texts: Load) -> int:
     """Weights, head, and the keys and values of all texts halfway."""
-    matrices = [engine.vocabulary.head.weight]
+    matrices = [engine.model.vocabulary.head.weight]
     token_bytes = 0
-    for made in engine.sublayers.values():
+    for made in engine.model.sublayers.values():
         if isinstance(made, Attention):
             matrices += [made.qkv.product.weight, made.o.product.weight]
             token_bytes += 2 * made.kv_heads * made.head_dim * engine.plan.dtype_bytes

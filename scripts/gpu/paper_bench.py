@@ -19,7 +19,7 @@ from surgeon.benchmarks.plans import Needs
 from surgeon.benchmarks.timing import load_timed
 from surgeon.checkpoint.random_weights import open_random
 from surgeon.checkpoint.stored import StoredModel
-from surgeon.cost.room import USABLE, activation_bytes
+from surgeon.cost.plans import USABLE, activation_bytes
 from surgeon.errors import first_line
 from surgeon.language.program import Program
 from surgeon.memory import free_bytes, show_size
@@ -27,8 +27,7 @@ from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.plan.memory import footprint
 from surgeon.runtime.plan.specification import Plan, Ways
 from surgeon.runtime.worker.options import RankOptions
-from surgeon.runtime.worker.rank_process import RankFailed
-from surgeon.runtime.worker.ranks import Ranks
+from surgeon.runtime.worker.ranks import RankFailed, Ranks
 from surgeon.runtime.worker.worker import forget_cache, unload
 
 UPPER = "upper"  # the system whose ranks do not wait for each other

@@ -30,7 +30,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from scripts.bench.pipelined_ranks import finish
 from scripts.bench.rack_model import Rack, Stretch, cut, next_token_loss
 from scripts.cost.racks import SIZES, model_entries
-from surgeon.benchmarks.marks import DeviceClock, HostClock, PassClock, now
+from surgeon.benchmarks.passes import DeviceClock, HostClock, now
 from surgeon.checkpoint.read import read_json
 from surgeon.memory import show_size
 
@@ -96,7 +96,7 @@ class RackRank:
         self.job, self.rank = job, rank
         self.last = rank == job.racks - 1
         self.device = torch.device(job.device, rank) if job.device == "cuda" else torch.device("cpu")
-        self.clock: PassClock = DeviceClock.of(self.device) if job.device == "cuda" else HostClock()
+        self.clock: HostClock = DeviceClock.of(self.device) if job.device == "cuda" else HostClock()
         self.marks: list[tuple[Any, Any]] = []
         self.sent: Counter[str] = Counter()
         stretch = self._stretch(cut(job.config.num_hidden_layers, job.racks)[rank])

@@ -47,7 +47,7 @@ from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm.collectives import Alone, Unconnected
 from surgeon.runtime.comm.quantised import Compressed
 from surgeon.runtime.kernels import triton
-from surgeon.runtime.model.cuda_graphs import CudaRecorder
+from surgeon.runtime.kernels.recording import CudaRecorder
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.worker.worker import ENGINE, complete
 from tests.pretended import pretended_gpus
@@ -74,7 +74,7 @@ def passes(stage: Stage, program: str | None, way: str, family: str = "llama", k
     expected = continued(RankEngine(stage.plan("cpu", program, family), Alone(), torch.device("cpu")), None, *texts)
     with pretended_gpus(1, kernels=kernels) as noted:
         engine = RankEngine(stage.plan("cuda", program, family, decoding=way), Alone(), torch.device("cuda", 0))
-        assert (engine.graphs is not None) == (way == "captured")
+        assert (engine.model.graphs is not None) == (way == "captured")
         found = continued(engine, noted, *texts)
     found.require(expected)
     return _of_a_pass(found, way)

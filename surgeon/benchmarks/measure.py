@@ -16,8 +16,7 @@ from pathlib import Path
 from statistics import fmean
 
 from surgeon.benchmarks.passes import PassTiming, RankRun
-from surgeon.benchmarks.profiles import Profiled, trace_files, write_profile
-from surgeon.benchmarks.timing import load_timed, run_timed
+from surgeon.benchmarks.timing import Profiled, load_timed, run_timed, trace_files, write_profile
 from surgeon.cost.workload import Workload
 from surgeon.runtime.batching.request import Request
 from surgeon.runtime.batching.scheduler import Limits

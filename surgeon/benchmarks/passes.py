@@ -5,12 +5,15 @@ Times are the machine's monotonic clock in seconds, so that those of its ranks c
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
-from surgeon.benchmarks.marks import UNKNOWN, HostClock, Mark, PassClock
+import torch
+
 from surgeon.language.program import Step
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.model.engine import Figures
@@ -23,6 +26,82 @@ JOIN = "join"
 COMPUTING = "computing"
 STARTING = "starting"
 WAITING = "waiting"
+
+now = time.perf_counter  # one clock for all processes of a machine on Linux
+
+Mark = Any  # what a clock's `read` takes
+UNKNOWN = math.nan  # seconds of what nobody has marked
+
+
+class HostClock:
+    """Marks moments of the process's own time.
+
+    Attributes:
+        deferred: whether marks can be read only when a pass is over.
+        launched: when this process made the last mark; NaN where nothing is launched.
+    """
+
+    deferred = False
+    launched = UNKNOWN
+
+    def begin(self) -> None:
+        """Before a pass, when the device has nothing to do."""
+
+    def mark(self) -> Mark:
+        """This moment of the work."""
+        return now()
+
+    def end(self) -> None:
+        """After a pass: from here on its marks can be read."""
+
+    def read(self, mark: Mark) -> float:
+        """Seconds, on the process's monotonic clock."""
+        return float(mark)
+
+
+class DeviceClock(HostClock):
+    """Events on a GPU's current stream, which it notes when it comes to them, in replays of recorded passes, too.
+
+    A GPU goes on while its process waits or launches more, so events are read when the pass is over.
+
+    Args:
+        make: makes an event (`record`, `elapsed_time` in milliseconds), which recordings of passes may hold.
+        wait: until the device has come to all of them.
+    """
+
+    deferred = True
+    launched = 0.0
+
+    def __init__(self, make: Callable[[], Any], wait: Callable[[], object]) -> None:
+        self._make = make
+        self._wait = wait
+        self._first = make()
+        self._began = 0.0
+
+    @classmethod
+    def of(cls, device: torch.device) -> DeviceClock:
+        """That of a GPU; making it needs none."""
+        return cls(lambda: torch.cuda.Event(enable_timing=True, external=True), lambda: torch.cuda.synchronize(device))
+
+    def begin(self) -> None:
+        self._first = self._make()
+        self._first.record()
+        self._began = now()
+
+    def mark(self) -> Mark:
+        """An event behind all that was launched."""
+        event = self._make()
+        event.record()
+        self.launched = now()
+        return event
+
+    def end(self) -> None:
+        """Wait for the device."""
+        self._wait()
+
+    def read(self, mark: Mark) -> float:
+        """When the device came to it."""
+        return self._began + float(self._first.elapsed_time(mark)) / 1e3
 
 
 @dataclass(slots=True)
@@ -146,7 +225,7 @@ class PassRecorder:
     """
 
     figures: Figures
-    clock: PassClock = field(default_factory=HostClock)
+    clock: HostClock = field(default_factory=HostClock)
     marking: bool = True
     what: Step | str = EMBEDDING
     events: bool = False

@@ -1,18 +1,21 @@
 """Where the time of forward passes goes, on every rank: in computing, or in waiting for other ranks.
 
 A `TimedEngine` computes what a `RankEngine` does, and notes when each step was computed and when each collective was
-started and waited for (passes.py, by the clocks of marks.py). On a GPU a mark is an event, which takes time of its own:
+started and waited for (passes.py). On a GPU a mark is an event, which takes time of its own:
 there passes are marked where that is asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
 
-from surgeon.benchmarks.marks import DeviceClock, HostClock, in_profile, now
 from surgeon.benchmarks.passes import (
     COMPUTING,
     EMBEDDING,
@@ -21,23 +24,26 @@ from surgeon.benchmarks.passes import (
     STARTING,
     WAITING,
     Computation,
+    DeviceClock,
     Exchange,
+    HostClock,
     PassRecorder,
     RankRun,
+    now,
 )
 from surgeon.language.execute import Partial
 from surgeon.language.program import Fork, Step
+from surgeon.processes.files import whole_file
 from surgeon.runtime.batching.request import Request, UndefinedLogits
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.sequence import Row
-from surgeon.runtime.comm.collectives import Collectives, Counts, Unconnected
+from surgeon.runtime.comm.collectives import Around, Collectives, Counts, Unconnected
 from surgeon.runtime.comm.link import EmulatedLink, Link
-from surgeon.runtime.kernels.recording import Recording, spanned
+from surgeon.runtime.kernels.recording import GraphRecorder, T, spanned
 from surgeon.runtime.model.attending import Pass
-from surgeon.runtime.model.cuda_graphs import GraphRecorder, T
 from surgeon.runtime.model.engine import Figures, RankEngine, ways_through
 from surgeon.runtime.model.paged_cache import PagedCache
-from surgeon.runtime.model.program import RankMachine, WorkAhead
+from surgeon.runtime.model.program import RankMachine, RankProgram, WorkAhead
 from surgeon.runtime.model.rank_model import Results
 from surgeon.runtime.plan.mixtures import ExpertTimes
 from surgeon.runtime.plan.placement import Group
@@ -46,34 +52,15 @@ from surgeon.runtime.worker.rank import Rank
 from surgeon.runtime.worker.worker import complete, keep
 
 
-class TimedCollectives(Collectives):
+class TimedCollectives(Around):
     """Other collectives, whose every call is noted."""
 
     def __init__(self, inner: Collectives, recorder: PassRecorder) -> None:
-        super().__init__(inner.rank, inner.group)
-        self.inner = inner
+        super().__init__(inner)
         self.recorder = recorder
 
-    @property
-    def exact(self) -> Collectives:
-        """The same ranks, but nothing that is sent loses precision."""
-        return TimedCollectives(self.inner.exact, self.recorder)
-
-    @property
-    def capturable(self) -> bool:
-        return self.inner.capturable
-
-    @property
-    def recordable(self) -> bool:
-        return self.inner.recordable
-
-    def recorded(self, recording: Recording) -> Collectives:
-        """The same ranks while a pass is recorded."""
-        return TimedCollectives(self.inner.recorded(recording), self.recorder)
-
-    def failure(self) -> TimeoutError | None:
-        """Whom sums in recorded passes have waited for in vain, if for anybody."""
-        return self.inner.failure()
+    def around(self, inner: Collectives) -> Collectives:
+        return TimedCollectives(inner, self.recorder)
 
     def all_reduce(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:  # noqa: ARG002
         """Start summing a tensor over the group; waiting on the result gives the sum. Waiting is timed apart always."""
@@ -125,15 +112,6 @@ class TimedCollectives(Collectives):
 
         return timed_wait
 
-    def _connect(self, group: Group) -> Collectives:
-        return TimedCollectives(self.inner.subgroup(group), self.recorder)
-
-    def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
-        return self.inner._all_reduce(tensor)
-
-    def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
-        return self.inner._all_gather(tensor)
-
 
 class TimedEngine(RankEngine):
     """A rank's engine that notes where its passes' time goes."""
@@ -143,15 +121,18 @@ class TimedEngine(RankEngine):
         self.recorder = PassRecorder(Figures(), DeviceClock.of(rank.device) if on_gpu else HostClock(), not on_gpu)
         timed = TimedCollectives(collectives, self.recorder)
         super().__init__(plan, timed, rank.device, rank.engines.values())
-        if self.graphs is not None:
-            self.graphs = watched(self.graphs, self.recorder)
-            self.ways = ways_through(self)
+        model = self.model
+        model.machine = partial(TimedMachine, self.recorder)
+        model.watcher = self.recorder.replayed
+        if model.graphs is not None:
+            model.graphs = watched(model.graphs, self.recorder)
+            self.ways = ways_through(model)
 
     def mark(self, marking: bool) -> None:
         """Say whether passes are marked where that takes time; with marks and without they are recorded anew."""
         if self.recorder.clock.deferred and marking != self.recorder.marking:
             self.recorder.marking = marking
-            self.ways = ways_through(self)
+            self.ways = ways_through(self.model)
             self.forget_cache()
 
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
@@ -165,27 +146,21 @@ class TimedEngine(RankEngine):
         if self.recorder.marking:
             self.recorder.clock.begin()
         results = super().step(rows, cache)
-        decode = self.counts is figures.decode
-        phase = self.counts
+        phase = self.model.counts
+        decode = phase is figures.decode
         sent = [after - then for after, then in zip((phase.layers, phase.vocabulary), before[decode], strict=True)]
         self.recorder.close(decode, sum(len(row.tokens) for row in rows), began, self._since or now(), sent)
         return results
-
-    def replayed(self, spans: Sequence[tuple[Any, float, float]]) -> None:
-        """Note the steps and exchanges of a recorded pass."""
-        self.recorder.replayed(spans)
-
-    def machine(self, shared: Pass, group: Group, work: WorkAhead) -> RankMachine:
-        """What runs steps on a group of ranks."""
-        return TimedMachine(self, shared, group, work)
 
 
 class TimedMachine(RankMachine):
     """One pass on one rank, whose every step is noted."""
 
-    def __init__(self, engine: TimedEngine, shared: Pass, group: Group, work: WorkAhead) -> None:
-        super().__init__(engine, shared, group, work)
-        self.recorder = engine.recorder
+    def __init__(
+        self, recorder: PassRecorder, program: RankProgram, shared: Pass, group: Group, work: WorkAhead
+    ) -> None:
+        super().__init__(program, shared, group, work)
+        self.recorder = recorder
 
     def compute(self, step: Step, stream: Tensor) -> Partial:
         recorder = self.recorder
@@ -220,7 +195,7 @@ def watched(graphs: GraphRecorder, recorder: PassRecorder) -> GraphRecorder:
 
         def again() -> T:
             recorder.computations, recorder.exchanges = noted
-            found = replay()
+            found: T = replay()
             if recorder.marking:
                 recorder.clock.mark()  # now all of it is launched
             return found
@@ -247,7 +222,7 @@ def load_timed(
             collectives = EmulatedLink(collectives, link)
     engine = TimedEngine(plan, rank, collectives)
     keep(rank, name, engine)
-    return engine.expert_times
+    return engine.model.expert_times
 
 
 def run_timed(
@@ -279,3 +254,54 @@ def run_timed(
     if any(output.finish_reason == "undefined" for output in outputs):
         raise UndefinedLogits(f"the logits of {name} are not finite (NaN or infinity); are the weights damaged?")
     return RankRun(began, recorder.passes)
+
+
+def in_profile(what: object, wanted: bool) -> AbstractContextManager[object]:
+    """Under a name in a profile of `torch.profiler`, if that is wanted."""
+    if wanted:
+        return record_function(str(what))
+    return nullcontext()
+
+
+class Profiled(NamedTuple):
+    """Texts that one program continues: the name of its engine, and what `complete` takes."""
+
+    name: str
+    requests: list[Request]
+    blocks: int
+    limits: Limits
+
+
+def trace_files(path: Path, ranks: int) -> tuple[Path, ...]:
+    """A file for each rank, named after one for all."""
+    return tuple(path.with_name(f"{path.stem}.rank{rank}{path.suffix}") for rank in range(ranks))
+
+
+def write_profile(rank: Rank, runs: Sequence[Profiled], file: str) -> None:
+    """Runs on a rank: continue every program's texts, and write what `torch.profiler` has seen, as a Chrome trace.
+
+    They have been continued once before, when kernels are chosen and passes are recorded. Steps have their names where
+    Python computes them, which is not in passes that are replayed from a recording.
+
+    Args:
+        file: for all ranks; each writes the one of its own (`trace_files`).
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    on_gpu = rank.device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    for run in runs:
+        engine: TimedEngine = rank.engines[run.name]
+        engine.mark(False)
+        complete(rank, run.requests, run.blocks, run.limits, run.name)
+    with profile(activities=activities) as profiler:
+        for run in runs:
+            engine = rank.engines[run.name]
+            engine.recorder.profiled = True
+            with record_function(run.name):
+                complete(rank, run.requests, run.blocks, run.limits, run.name)
+            engine.recorder.profiled = False
+    own = trace_files(Path(file), rank.settings.options.ranks)[rank.rank]
+    with whole_file(own) as beside:
+        profiler.export_chrome_trace(str(beside))

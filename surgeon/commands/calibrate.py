@@ -36,9 +36,9 @@ def calibrate(
 ) -> Hardware:
     """Measure this machine at a model's shapes, and write a hardware file with intervals.
 
-    Runs the unedited model on real ranks and times the parts of its passes: matrix products by the number of rows,
-    attention over the cache, small operations, collectives by size and ranks, what Python takes. Nothing else should
-    run meanwhile. Figures are medians over the rounds; the intervals are the least and the largest.
+    Times, on real ranks, matrix products of the model's sizes by rows, collectives by size and ranks, and whole passes
+    of the unedited model. Nothing else should run meanwhile. Figures are medians over the rounds; the intervals are the
+    least and the largest.
 
     The file is for this machine and for models of about these shapes: what caches hold, and which part of its peak a
     product reaches, depends on them. Give it to surgeon predict as --hardware FILE.yaml. Ended early, it writes none.

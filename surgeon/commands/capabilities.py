@@ -31,7 +31,7 @@ from surgeon.commands.on_ranks import draft_program
 from surgeon.exports.plan import check_exportable, layout_of
 from surgeon.exports.prove import original_model
 from surgeon.findings.check import AREAS, NO, PARTLY, YES, Verdict
-from surgeon.findings.outline import outline_text
+from surgeon.findings.program import outline_text
 from surgeon.language.operations.base import show_range
 from surgeon.language.operations.declare import HEATMAPS, VARIANTS
 from surgeon.language.operations.variants import variant

@@ -105,13 +105,8 @@ def explore(
     record = provenance(opened.name, opened.hash, data=source, separator=separator, minutes=minutes)
     record |= {"hardware": as_list(hardware), "memory": memory}
     exploring = Exploring(opened, source, checked, Path(output), rounds, record, machines, say or _say, begun)
-    exploring.go_on_with_the_folder()
-    exploring.steps["check"] = checked.described["model"], time.monotonic() - begun
-    for one in rounds:
-        exploring.measure(one)
-    if exploring.undrawn:
-        exploring.draw()
-    return exploring.end()
+    exploring.resume()
+    return exploring.run()
 
 
 def _say(line: str) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from surgeon.commands.command import command, keyword, option
 
 if TYPE_CHECKING:
-    from surgeon.findings.families import FamilyTable
+    from surgeon.findings.check import FamilyTable
     from surgeon.opened import Model
 
 RANKS = (1, 2)
@@ -44,7 +44,7 @@ def families(
     or surgeon's plugin. Of one model, surgeon check says it, with reasons and memory.
     """
     from surgeon.commands.capabilities import Capabilities
-    from surgeon.findings.families import AREAS, FamilyRow, FamilyTable
+    from surgeon.findings.check import FAMILY_AREAS, FamilyRow, FamilyTable
     from surgeon.models.families import FAMILIES
     from surgeon.models.wrappers import WRAPPERS
 
@@ -52,7 +52,7 @@ def families(
     rows = list[FamilyRow]()
     for model_type, family in sorted(chosen.items(), key=lambda item: item[1].name.lower()):
         able = Capabilities(next(_examples(model_type, family.name)), RANKS, "bfloat16")
-        rows.append(FamilyRow(family.name, model_type, family.summary, tuple(able.verdicts(AREAS))))
+        rows.append(FamilyRow(family.name, model_type, family.summary, tuple(able.verdicts(FAMILY_AREAS))))
     around = sorted(WRAPPERS.values(), key=lambda wrapper: wrapper.name.lower())
     return FamilyTable.of(rows, {f"{one.name} (`{one.model_type}`)": f"`{one.decoder_type}`" for one in around})
 

@@ -31,9 +31,7 @@ from surgeon.cost.sweep import SweepCell, parse_sweep
 from surgeon.cost.sweep import sweep as _sweep
 from surgeon.cost.workload import Workload
 from surgeon.errors import did_you_mean
-from surgeon.findings.best import BestPrograms
-from surgeon.findings.drafts import DRAFT_COLUMNS, DraftRun
-from surgeon.findings.prediction import AXES, words_of
+from surgeon.findings.prediction import AXES, DRAFT_COLUMNS, BestPrograms, DraftRun, words_of
 from surgeon.language.program import Program
 from surgeon.named import on_disk
 from surgeon.opened import EditedModel, Model

@@ -139,9 +139,8 @@ def serve(
     from surgeon.runtime.service import Service
     from surgeon.runtime.service_options import ServiceOptions
     from surgeon.runtime.worker.options import RankOptions
-    from surgeon.server.gate import check_origin
     from surgeon.server.run import bind, run, url_of
-    from surgeon.server.state import ServerState
+    from surgeon.server.state import ServerState, check_origin
     from surgeon.server.texts import Texts
 
     if api_key is not None and not api_key.strip():

@@ -76,7 +76,7 @@ def facts(found: Surgery) -> Iterator[tuple[str, str]]:
     """What there is to say, by label."""
     from surgeon.checkpoint.companions import companions_in, left_behind
     from surgeon.checkpoint.sizes import size_lines
-    from surgeon.findings.outline import outline_text
+    from surgeon.findings.program import outline_text
 
     program = found.program
     steps = found.steps_per_layer

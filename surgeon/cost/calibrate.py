@@ -1,8 +1,11 @@
-"""A hardware file for this machine, measured at a model's shapes: figures, and the bounds that rounds had them in.
+"""A hardware file for this machine, measured at a model's shapes: products, collectives, and what passes take besides.
 
 Every round measures everything once. Figures are made of the medians over the rounds; an interval has the least and the
 largest of what each round alone would have given. Shares are those of the peaks that were seen: the most operations and
 bytes per second of all ranks together.
+
+Passes are not taken apart: what those of a whole model take longer than those of its first layers, beyond what the cost
+model has for products, memory and collectives, is shared out evenly among the kernels in between.
 """
 
 from __future__ import annotations
@@ -10,7 +13,8 @@ from __future__ import annotations
 import platform
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,15 +22,31 @@ from typing import Any
 import psutil
 import torch
 import yaml
+from scipy.optimize import nnls
 
-from surgeon.cost.fit import CACHE, PRODUCTS, Figures, Fit, rising
-from surgeon.cost.hardware_file import parse_hardware
-from surgeon.cost.samples import Round, Typical, loads, measure_ranks, merged
+from surgeon.cost.deployment import Deployment
+from surgeon.cost.hardware import Algorithm, Device, Figure, Hardware, Host, Interconnect, Kind, RankShare, Shares
+from surgeon.cost.hardware_file import parse_hardware, write_hardware
+from surgeon.cost.passes import PredictedRanks
+from surgeon.cost.samples import (
+    BATCHES,
+    NEW,
+    PROMPT,
+    SHORT,
+    SIZES,
+    WHOLE,
+    Round,
+    Typical,
+    matrices_of,
+    measure_ranks,
+    merged,
+    short_plan,
+)
+from surgeon.cost.work import Forward
 from surgeon.models.shapes import ModelShapes
 from surgeon.opened import Model, open_model
 from surgeon.progress import progress
 from surgeon.provenance import command_line, versions
-from surgeon.runtime.kernels import triton
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.options import choose_device
@@ -35,10 +55,11 @@ from surgeon.words import plural
 
 DIGITS = 4
 WIDTH = 120
-SHORTEST = 64  # tokens: texts are so long that attention over a cache can be told from the rest
-LONGEST = 512
+LENGTH = 64  # tokens of a text, as much as passes need
 WAYS = {"cpu": ("shm", "gloo"), "cuda": ("nccl", "gloo")}
-KINDS = {"shm": "shared-memory", "gloo": "ring", "nccl": "ring"}
+KINDS: dict[str, Kind] = {"shm": "shared-memory", "gloo": "ring", "nccl": "ring"}
+LEAST = 0.02  # of a measured time that is left, at least, when launches are taken off it
+UNIT = 1e-3  # seconds of a launch, to count launches in a predicted pass
 
 
 @dataclass(frozen=True)
@@ -65,12 +86,12 @@ class MachineCalibration:
     def steps(self) -> int:
         """How often `measure` calls `advance`."""
         exchanges = len(self.ways) * sum(ranks > 1 for ranks in self.plans)
-        return self.rounds * (exchanges + sum(len(loads(plan.max_tokens)) for plan in self.plans.values()))
+        return self.rounds * (exchanges + len(self.plans))
 
     def measure(self, advance: Callable[[float], None]) -> dict[int, list[Round]]:
         """Everything, by number of ranks."""
         return {
-            ranks: measure_ranks(plan, self.device, self.ways, self.rounds, self.typical, advance)
+            ranks: measure_ranks(plan, self.shapes, self.device, self.ways, self.rounds, self.typical, advance)
             for ranks, plan in sorted(self.plans.items())
         }
 
@@ -91,13 +112,11 @@ def plan_calibration(
     """
     check_ranks(counts)
     chosen = choose_device(device, max(counts))
-    # What a captured graph does cannot be taken apart; on GPUs the same passes are computed without one.
-    decoding = "static" if chosen == "cuda" else "auto"
     opened = open_model(model)
-    length = min(LONGEST, make_plan(opened, 1, None, device=chosen, dtype=dtype).max_tokens)
-    if length < SHORTEST:
-        raise ValueError(f"{opened.name} takes texts of {length} tokens at most, and measuring needs {SHORTEST}")
-    plans = {count: make_plan(opened, count, length, device=chosen, dtype=dtype, decoding=decoding) for count in counts}
+    longest = make_plan(opened, 1, None, device=chosen, dtype=dtype).max_tokens
+    if longest < LENGTH:
+        raise ValueError(f"{opened.name} takes texts of {longest} tokens at most, and measuring needs {LENGTH}")
+    plans = {count: make_plan(opened, count, LENGTH, device=chosen, dtype=dtype) for count in counts}
     return MachineCalibration(opened.shapes, plans, chosen, rounds, WAYS[chosen])
 
 
@@ -120,29 +139,134 @@ def check_ranks(ranks: Sequence[int]) -> None:
         raise ValueError(f"ranks {','.join(map(str, ranks))}: name each number once, and 1 among them, as in 1,2,4")
 
 
+@dataclass(frozen=True)
+class RankFigures:
+    """What one of so many ranks was seen to do.
+
+    Attributes:
+        flops: per second in products, by rows; those of more rows do no less, whatever disturbed measuring.
+        bandwidth: bytes per second.
+        links: by the way ranks are connected: seconds of a collective, and bytes per second.
+    """
+
+    flops: Mapping[int, float]
+    bandwidth: float
+    host: Host
+    links: Mapping[str, tuple[float, float]]
+
+
+def fit(calibration: MachineCalibration, ranks: int, one: Round) -> RankFigures:
+    """What a round's times say, as the cost model counts."""
+    plan = calibration.plans[ranks]
+    matrices = matrices_of(plan, calibration.shapes)
+    launching = len(matrices) * one.launches["product"]
+    computing = {rows: _beyond(seconds, launching) for rows, seconds in sorted(one.products.items())}
+    numbers = sum(matrices) * plan.hidden
+    rates = accumulate((2 * rows * numbers / seconds for rows, seconds in computing.items()), max)
+    flops = dict(zip(computing, rates, strict=True))
+    moved = plan.dtype_bytes * (numbers + sum(width + plan.hidden for width in matrices))
+    links = {way: _link(calibration, ranks, way, one) for way in calibration.ways if ranks > 1}
+    starting = one.starting[calibration.ways[0], SIZES[0]] if ranks > 1 else 0.0
+    asynchronous = calibration.device == "cuda"
+    host = Host(_rounded(one.launches["operation"]), 0.0, _rounded(starting), Figure.constant(0.0), asynchronous)
+    figures = RankFigures(flops, moved / computing[1], host, links)
+    return replace(figures, host=_fit_host(calibration, ranks, one, figures))
+
+
+def _link(calibration: MachineCalibration, ranks: int, way: str, one: Round) -> tuple[float, float]:
+    """Seconds of a collective beyond what it takes to start one, and bytes per second."""
+    least = SIZES[0]
+    most = SIZES[-1]
+    shortest = one.starting[way, least] + one.waiting[way, least]
+    slope = _beyond(one.starting[way, most] + one.waiting[way, most], shortest) / (most - least)
+    often = ranks + 1 if way == "shm" else 2 * (ranks - 1) / ranks  # how often an operand's bytes are moved
+    return max(0.0, shortest - one.starting[calibration.ways[0], least]), often / slope
+
+
+def _fit_host(calibration: MachineCalibration, ranks: int, one: Round, figures: RankFigures) -> Host:
+    """A host whose launches and passes take what measured passes take besides what is predicted of them."""
+    plans = {WHOLE: calibration.plans[ranks], SHORT: short_plan(calibration.plans[ranks])}
+    idle = replace(figures.host, launch=0.0)
+    free = Figure.constant(0.0)
+    hosts = (
+        replace(idle, launch=UNIT, graph=UNIT, launches={"attention": free}),
+        replace(idle, launches={"attention": Figure.constant(UNIT)}),
+    )
+
+    def predict(layers: str, forward: Forward, host: Host, graphs: bool) -> float:
+        alone = {ranks: replace(figures, host=host)}
+        machine = _hardware("measured", calibration, alone, alone)
+        predicted = PredictedRanks(calibration.shapes, plans[layers], machine, Deployment(ranks))
+        return predicted.forward(forward, graphs).seconds
+
+    left: dict[tuple[str, int], float] = {}
+    counts: dict[tuple[str, int], list[float]] = {}
+    for (layers, texts), seconds in one.passes.items():
+        forward = Forward(texts, 1, PROMPT + NEW // 2)
+        least = predict(layers, forward, idle, idle.asynchronous)
+        left[layers, texts] = seconds - least
+        counts[layers, texts] = [(predict(layers, forward, host, idle.asynchronous) - least) / UNIT for host in hosts]
+    launch, attention = _share_out(one.passes, left, counts)
+    rest = {}
+    for texts in BATCHES:
+        kernels, attentions = counts[SHORT, texts]
+        rest[texts] = max(0.0, left[SHORT, texts] - launch * kernels - attention * attentions)
+    host = replace(figures.host, graph=_rounded(launch), forward=_table(rest))
+    if host.asynchronous:  # passes were captured graphs
+        return host
+    # Passes of prompts are computed in Python, one attention for each text: what they take besides is counted there.
+    host = replace(host, launch=host.graph, launches={"attention": free})
+    for (layers, texts), seconds in one.prompts.items():
+        forward = Forward(texts, PROMPT, asked=1)
+        left[layers, texts] = seconds - predict(layers, forward, host, graphs=False)
+        least = predict(layers, forward, idle, graphs=False)
+        counts[layers, texts] = [(predict(layers, forward, hosts[1], graphs=False) - least) / UNIT]
+    (prompt,) = _share_out(one.prompts, left, counts)
+    return replace(host, launches={"attention": _table({1: attention, PROMPT: prompt})})
+
+
+def _share_out(
+    seconds: Mapping[tuple[str, int], float],
+    left: Mapping[tuple[str, int], float],
+    counts: Mapping[tuple[str, int], Sequence[float]],
+) -> list[float]:
+    """Seconds of one of each sort of launch, which make up for what whole passes have left more than short ones."""
+    more = []
+    longer = []
+    for texts in BATCHES:  # each as much as any other, however long
+        whole = seconds[WHOLE, texts]
+        both = zip(counts[WHOLE, texts], counts[SHORT, texts], strict=True)
+        more.append([(of_whole - of_short) / whole for of_whole, of_short in both])
+        longer.append((left[WHOLE, texts] - left[SHORT, texts]) / whole)
+    return [float(each) for each in nnls(more, longer)[0]]
+
+
+def _beyond(seconds: float, others: float) -> float:
+    """What is left of a time without others that are in it; never nothing, because of what disturbs measuring."""
+    return max(seconds - others, LEAST * seconds)
+
+
 def hardware_text(name: str, calibration: MachineCalibration, measured: Mapping[int, list[Round]]) -> str:
     """The hardware file.
 
     Raises:
         ValueError: if what was measured makes no hardware.
     """
-    shapes = calibration.shapes
-    adding = triton.used_on(calibration.device)
-
-    def figures(ranks: int, one: Round) -> Figures:
-        return Fit(calibration.plans[ranks], shapes, one, adding).figures(calibration.ways)
-
-    whole = {ranks: rising(figures(ranks, merged(each, calibration.typical))) for ranks, each in measured.items()}
-    rounds = {ranks: [figures(ranks, one) for one in each] for ranks, each in measured.items()}
-    content = _content(name, calibration, whole, rounds)
-    written = yaml.safe_dump(content, sort_keys=False, width=WIDTH, default_flow_style=None)
-    text = f"{_head(calibration, CACHE in whole[1])}\n{written}"
+    typical = {ranks: fit(calibration, ranks, merged(each, calibration.typical)) for ranks, each in measured.items()}
+    hardware = _hardware(name, calibration, typical, typical)
+    seen = {place: [value] for place, value in _figures(hardware).items()}
+    for ranks, each in measured.items():
+        for one in each:
+            alone = _hardware(name, calibration, typical, typical | {ranks: fit(calibration, ranks, one)})
+            for place, value in _figures(alone).items():
+                seen[place].append(value)
+    intervals = {place: (min(each), max(each)) for place, each in seen.items() if min(each) < max(each)}
+    text = f"{_head(calibration)}\n{write_hardware(replace(hardware, intervals=intervals))}"
     parse_hardware(text)
     return text
 
 
-def _head(calibration: MachineCalibration, knows_cache: bool) -> str:
-    """The comment before it, which says what could not be measured."""
+def _head(calibration: MachineCalibration) -> str:
     plan = calibration.plans[1]
     used = ", ".join(f"{name} {version}" for name, version in versions().items())
     ranks = sorted(calibration.plans)
@@ -152,81 +276,63 @@ def _head(calibration: MachineCalibration, knows_cache: bool) -> str:
         f"intervals, what single rounds give at least and at most. {platform.machine()}, {usable_cores()} cores, "
         f"threads: {threads}; {plan.hidden} wide, {plan.layers} layers, {plan.dtype}; {used}."
     )
-    if not knows_cache:
-        said += f" No {CACHE}: with this model's windows attention reads no more of a long text than of a short one."
     return textwrap.fill(said, WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
 
 
-def _content(
-    name: str, calibration: MachineCalibration, whole: Mapping[int, Figures], rounds: Mapping[int, list[Figures]]
-) -> dict[str, Any]:
-    """A hardware file's content: rates in parts of their peaks, and with every figure the interval of its rounds.
+def _hardware(
+    name: str,
+    calibration: MachineCalibration,
+    typical: Mapping[int, RankFigures],
+    figures: Mapping[int, RankFigures],
+) -> Hardware:
+    """Hardware with these figures, by number of ranks: rates in parts of the peaks that typical ones have together."""
+    flops = max(ranks * rate for ranks, one in typical.items() for rate in one.flops.values())
+    bandwidth = max(ranks * one.bandwidth for ranks, one in typical.items())
+    several = {ranks: one for ranks, one in figures.items() if ranks > 1}
+    links = {}
+    for way in calibration.ways if several else ():
+        most = max(one.links[way][1] for ranks, one in typical.items() if ranks > 1)
+        base = {ranks: one.links[way][0] for ranks, one in several.items()}
+        reached = {ranks: one.links[way][1] / most for ranks, one in several.items()}
+        algorithm = Algorithm(KINDS[way], _table(base), Figure.constant(0.0), _table(reached))
+        links[way] = Interconnect(_rounded(most), (algorithm,))
 
-    Args:
-        whole: of all rounds together, by number of ranks.
-        rounds: of each.
-    """
-    plan = calibration.plans[1]
-    device = calibration.device
+    def share(one: RankFigures) -> RankShare:
+        products = {rows: rate / flops for rows, rate in one.flops.items()}
+        return RankShare(Shares(_table(products), _table({1: one.bandwidth / bandwidth})), one.host)
 
-    def peak(prefix: str) -> float:
-        """The most that all ranks together were seen to do."""
-        return max(n * rate for n, each in whole.items() for key, rate in each.items() if key.startswith(prefix))
-
-    flops = peak(PRODUCTS)
-    bandwidth = peak("shares.bandwidth")
-    links = {
-        way: max(each[f"links.{way}.rate"] for ranks, each in whole.items() if ranks > 1)
-        for way in (calibration.ways if len(whole) > 1 else ())
-    }
-    peaks = dict.fromkeys(("shares.flops", "shares.attention"), flops)
-    peaks |= dict.fromkeys(("shares.bandwidth", CACHE, "shares.copies"), bandwidth)
-    peaks |= {f"links.{way}.rate": rate for way, rate in links.items()}
-    found: dict[Any, Any] = {}
-    intervals: dict[str, list[float]] = {}
-    for ranks, figures in whole.items():
-        for key in figures:
-            at = _place(key, ranks)
-            if at.startswith("sharing.") and device != "cpu":
-                continue  # there every rank has a device of its own
-            of = next((rate for prefix, rate in peaks.items() if key.startswith(prefix)), 1.0)
-            values = [_rounded(one[key] / of) for one in (figures, *rounds[ranks])]
-            intervals[at] = [min(values), max(values)]
-            *outer, last = (int(part) if part.isdecimal() else part for part in at.split("."))
-            inner = found
-            for part in outer:
-                inner = inner.setdefault(part, {})
-            inner[last] = values[0]
-    for host in (found["host"], *(each["host"] for each in found.get("sharing", {}).values())):
-        host["collective"] = host.get("collective", 0.0)
-        host["asynchronous"] = device == "cuda"
-    for way, rate in links.items():
-        algorithm = {"kind": KINDS[way], "hop": 0.0, **found["links"][way]["algorithms"][0]}
-        found["links"][way] = {"bandwidth": _rounded(rate), "algorithms": [algorithm]}
-    if device == "cpu":
-        memory = psutil.virtual_memory().total
-    else:
-        memory = torch.cuda.get_device_properties(0).total_memory
-    rates = {"bandwidth": _rounded(bandwidth), "flops": {plan.dtype: _rounded(flops)}}
-    about = {
-        "name": name,
-        "note": f"measured at the shapes of {calibration.shapes.name}",
-        "devices": 1 if device == "cpu" else torch.cuda.device_count(),
-        "device": {"memory": _rounded(float(memory)), **rates, **found.pop("device")},
-    }
-    return {**about, "host": found.pop("host"), "links": {}, **found, "intervals": intervals}
+    first = share(figures[min(figures)])
+    peaks = {calibration.plans[1].dtype: _rounded(flops)}
+    note = f"measured at the shapes of {calibration.shapes.name}"
+    if calibration.device == "cpu":
+        memory = _rounded(psutil.virtual_memory().total)
+        device = Device(memory, _rounded(bandwidth), peaks, first.shares)
+        sharing = {ranks: share(one) for ranks, one in several.items()}
+        return Hardware(name, 1, device, first.host, links, sharing=sharing, note=note)
+    memory = _rounded(torch.cuda.get_device_properties(0).total_memory)
+    device = Device(memory, _rounded(bandwidth), peaks, first.shares)
+    return Hardware(name, torch.cuda.device_count(), device, first.host, links, note=note)
 
 
-def _place(key: str, ranks: int) -> str:
-    """Where a figure of so many ranks stands in a hardware file."""
-    if key.startswith("links."):
-        _, way, what = key.split(".")
-        return f"links.{way}.algorithms.0.{'share' if what == 'rate' else what}.{ranks}"
-    if ranks > 1:
-        return f"sharing.{ranks}.{key}"
-    if key.startswith("shares."):
-        return f"device.{key}"
-    return key
+def _figures(hardware: Hardware) -> dict[str, float]:
+    """All numbers of a hardware's file, by where they stand."""
+    found: dict[str, float] = {}
+
+    def note(content: Any, place: str) -> None:
+        if isinstance(content, dict):
+            for key, each in content.items():
+                note(each, f"{place}.{key}" if place else str(key))
+        elif isinstance(content, list):
+            note(dict(enumerate(content)), place)
+        elif isinstance(content, float):
+            found[place] = content
+
+    note(yaml.safe_load(write_hardware(hardware)), "")
+    return found
+
+
+def _table(values: Mapping[int, float]) -> Figure:
+    return Figure(tuple((float(size), _rounded(value)) for size, value in sorted(values.items())))
 
 
 def _rounded(value: float) -> float:

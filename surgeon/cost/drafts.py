@@ -15,13 +15,12 @@ from functools import cached_property
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.passes import PredictedRanks
-from surgeon.cost.plans import plan_on_paper
+from surgeon.cost.plans import plan_on_paper, room
 from surgeon.cost.predict import Prediction, mean_decode, predict
-from surgeon.cost.room import room
 from surgeon.cost.sweep import MS, SweepCell, explain_memory
 from surgeon.cost.work import Forward
 from surgeon.cost.workload import Workload
-from surgeon.findings.drafts import DRAFT_COLUMNS
+from surgeon.findings.prediction import DRAFT_COLUMNS
 from surgeon.language.program import Program
 from surgeon.memory import show_size
 from surgeon.models.shapes import ModelShapes

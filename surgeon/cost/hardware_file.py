@@ -83,7 +83,7 @@ def write_hardware(hardware: Hardware) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What a file has in place of a dataclass's dictionary: figures as numbers or tables, and nothing empty."""
+    """What a file has in place of a dataclass's dictionary: figures as numbers or tables, nothing empty but links."""
     if isinstance(value, dict):
         if set(value) == {"points"}:
             points = value["points"]
@@ -91,7 +91,7 @@ def _plain(value: Any) -> Any:
             if len(points) == 1:
                 return points[0][1]
             return table
-        return {key: _plain(each) for key, each in value.items() if each not in (None, "", {})}
+        return {key: _plain(each) for key, each in value.items() if each not in (None, "", {}) or key == "links"}
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
     return value

@@ -16,7 +16,7 @@ from surgeon.cost.collectives import Operation, Wiring
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.kernels import Kernel, RankSpeed, burst
-from surgeon.cost.room import PLANS
+from surgeon.cost.plans import PLANS
 from surgeon.cost.work import Forward, GathersFirst, RankWork
 from surgeon.language.program import Fork, Program, Step
 from surgeon.models.shapes import ModelShapes

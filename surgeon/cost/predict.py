@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.passes import PassCost, PredictedRanks
-from surgeon.cost.plans import plan_on_paper
-from surgeon.cost.room import Room, room
+from surgeon.cost.plans import Room, plan_on_paper, room
 from surgeon.cost.work import Forward
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program

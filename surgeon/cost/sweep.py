@@ -14,9 +14,8 @@ from surgeon.cost.candidates import Candidate
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.passes import PassCost
-from surgeon.cost.plans import divides, plan_on_paper
+from surgeon.cost.plans import divides, most_texts, plan_on_paper, room
 from surgeon.cost.predict import Prediction, predict
-from surgeon.cost.room import most_texts, room
 from surgeon.cost.workload import Workload
 from surgeon.errors import did_you_mean
 from surgeon.findings.prediction import AXES, PARTS, SPEEDUPS, TOO_LARGE

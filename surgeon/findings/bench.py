@@ -108,10 +108,6 @@ class Benchmark(RunResult):
             lines.append([*begin, first, token, extent, rate])
         return aligned(lines)
 
-    @property
-    def picture_title(self) -> str:
-        return self.heading
-
     def pictures(self) -> dict[str, Picture]:
         """`bench`: a decoding pass of every program, one panel per batch, what it computes and what it waits.
 

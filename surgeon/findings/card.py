@@ -7,19 +7,35 @@ hash of what stands above it, so that a card that somebody has changed since is 
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 import re
 import textwrap
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from shlex import quote
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
+from surgeon.checkpoint.belongings import FileKind, kind_of
+from surgeon.checkpoint.companions import companions_in, left_behind, names_in
 from surgeon.checkpoint.describe import Surgery, describe
 from surgeon.checkpoint.inherit import CARD_FILE, Inherited
-from surgeon.findings import card_sections as sections
-from surgeon.findings.measured import Identity, Measured
-from surgeon.language.program import Program
+from surgeon.checkpoint.read import DEMO
+from surgeon.checkpoint.sizes import size_lines
+from surgeon.checkpoint.training import STAGES
+from surgeon.findings.measured import DIVERGENCE, PERPLEXITY, Bench, CardScore, Identity, Measured
+from surgeon.language.operations import OPERATIONS
+from surgeon.language.operations.applied import AppliedOperation
+from surgeon.language.program import Fork, Program, steps_of
+from surgeon.language.recipe import operations_in
+from surgeon.language.sublayer import Sublayer
+from surgeon.models.weights import indivisible
 from surgeon.named import hub_name
 from surgeon.processes.files import write_text
+from surgeon.quality.summary import Quality
 from surgeon.version import __version__
+from surgeon.words import plural
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCardData
@@ -61,7 +77,7 @@ def write_card(folder: Path, name: str, measured: Measured | None = None) -> Inh
 
     found = open_edited(folder)
     measured = measured or Measured()
-    inherited = inherited_by(found)
+    inherited = Inherited.from_json(found.report.get("source", {}).get("card"))
     card = ModelCard.from_template(
         _metadata(found, name, inherited, measured),
         template_path=str(TEMPLATE),
@@ -69,17 +85,18 @@ def write_card(folder: Path, name: str, measured: Measured | None = None) -> Inh
         found=found,
         inherited=inherited,
         measured=measured,
-        table=sections.table,
-        line=sections.one_line,
-        **sections.surgery(found),
-        **sections.training_stages(found.training, name),
-        quality=sections.quality(measured.scores, name),
-        speed=lambda bench: sections.speed(bench, name),
-        **sections.usage(found, folder, name),
-        **sections.belongings(found, folder, inherited),
+        table=table,
+        line=one_line,
+        **surgery(found),
+        **training_stages(found.training, name),
+        quality=quality(measured.scores, name),
+        speed=lambda bench: speed(bench, name),
+        **usage(found, folder, name),
+        **belongings(found, folder, inherited),
     )
     card.text = _laid_out(card.text)
-    write_text(folder / CARD_FILE, f"{card}{_seal(str(card))}")
+    seal = f"<!-- written by surgeon {__version__}; sha256 of what stands above: {_digest(str(card))} -->\n"
+    write_text(folder / CARD_FILE, f"{card}{seal}")
     return inherited
 
 
@@ -99,15 +116,6 @@ def require_own_card(folder: Path) -> None:
             f"{path} was not written by surgeon, or was changed since; keep what you added elsewhere, and pass "
             "overwrite to replace it"
         )
-
-
-def inherited_by(found: Surgery) -> Inherited:
-    """What the base model's card said when the checkpoint was exported."""
-    return Inherited.from_json(found.report.get("source", {}).get("card"))
-
-
-def _seal(text: str) -> str:
-    return f"<!-- written by surgeon {__version__}; sha256 of what stands above: {_digest(text)} -->\n"
 
 
 def _digest(text: str) -> str:
@@ -157,6 +165,267 @@ def _laid_out(text: str) -> str:
         indent = ""
         if line.startswith("- "):
             indent = "  "
-        filled = textwrap.fill(line, WIDTH, subsequent_indent=indent, **sections.WHOLE)
+        filled = textwrap.fill(line, WIDTH, subsequent_indent=indent, **WHOLE)
         lines.append(line if as_it_is else filled)
     return "\n" + "\n".join(lines) + "\n\n"
+
+
+PROGRAM_WIDTH = 80
+WHOLE: Any = {"break_long_words": False, "break_on_hyphens": False}
+PROMPT = "Once upon a time"
+RANKS = 2  # of the examples
+MS = 1e3
+# Of what training changed: what is measured, and when.
+METRICS = {PERPLEXITY: PERPLEXITY, DIVERGENCE: "divergence from the original, nats per token"}
+COLUMNS = {
+    "healed": "{name}",
+    "trained": "{name}",
+    "edited": "before training",
+    "untrained": "with random weights",
+    "original": "unedited",
+}
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken")
+Table = tuple[list[str], list[list[str]]]
+
+
+def surgery(found: Surgery) -> dict[str, Any]:
+    """What was done, over which program, and what is proven of it."""
+    report = found.report
+    program = found.program
+    dense = Program.dense(found.num_layers, found.steps_per_layer)
+    syncs = [str(each.sync_points(2)) for each in (program, dense)]
+    before = report.get("source", {}).get("parameters")
+    by = f"surgeon {report.get('surgeon', '')}"
+    layers = plural(found.num_layers, "layer")
+    how = trained_how(found.training, found.from_scratch)
+    kind = found.stored.family.name
+    what_it_is = f"This is {_base(found.original)} ({kind}, {layers}) after surgery with {by}, {how}."
+    if found.from_scratch:
+        what_it_is = f"This is a {kind} of {layers}, made with {by} and {how}. There is no original behind it."
+    operations: tuple[AppliedOperation, ...] = ()
+    recipe = report.get("recipe") or (found.training or {}).get("configuration")
+    if isinstance(recipe, str):
+        with suppress(ValueError):  # of a recipe that cannot be read the program says all
+            operations = operations_in(recipe)
+    proof = report.get("proof")
+    if not isinstance(proof, dict):
+        proof = None
+    nodes = (str(node).replace(" ", "\N{NO-BREAK SPACE}") for node in program.nodes)
+    return {
+        "what_it_is": one_line(what_it_is),
+        "facts": [
+            ["layers one after the other (effective depth)", f"{found.depth:g}", str(found.num_layers)],
+            ["synchronisations per pass on two tensor-parallel ranks", *syncs],
+            ["parameters", f"{found.stored.parameters:,}", f"{before:,}" if isinstance(before, int) else ""],
+        ],
+        "operations": operations,
+        "summaries": OPERATIONS,
+        "program": textwrap.fill(" ".join(nodes), PROGRAM_WIDTH, **WHOLE).replace("\N{NO-BREAK SPACE}", " "),
+        "legend": _legend(program),
+        "sizes": list(size_lines(program)),
+        "proof": proof,
+        "differ": _differ(proof) if proof else "",
+        "source_hash": report.get("source", {}).get("model_hash"),
+    }
+
+
+def _legend(program: Program) -> str:
+    """What the signs mean that occur in the program."""
+    steps = list(steps_of(program.nodes))
+    sublayers = list(program.sublayers())
+    signs = {
+        "`A4` and `F4` are the attention and the feed-forward of layer 4": True,
+        "`[A4 A5]` read the same input, and their outputs are added together": any(len(s.sublayers) > 1 for s in steps),
+        "`>A4` reads the stream as it was before the previous step's output was added": any(s.late for s in steps),
+        "`{A4 F4 | A5 F5}` are branches that start from the same stream, each with one of its own; at the end what "
+        "all of them added is added": any(isinstance(node, Fork) for node in program.nodes),
+        "`A4~A5` is one sublayer with the averaged weights of both": any(len(s.layers) > 1 for s in sublayers),
+        "`F4@up64,down96` has two factors in place of matrices, of rank 64 for up and 96 for down": any(
+            s.ranks for s in sublayers
+        ),
+        "`A4#3` has 3 of its KV groups (each a KV head with all heads that share it), `F4#344` 344 of its neurons": any(
+            s.width for s in sublayers
+        ),
+        "`A4/2:0` is the first of two slices of the heads (for `F`, of the neurons)": any(s.piece for s in sublayers),
+        "what is there several times runs again, with the same weights": len(set(sublayers)) < len(sublayers),
+    }
+    return "; ".join(text for text, occurs in signs.items() if occurs) + "."
+
+
+def _differ(proof: dict[str, Any]) -> str:
+    if not proof["exact"] and not proof["written"]:
+        return "The logits are equal, number by number."
+    stored = ""
+    if proof["dtype"] != "float32":
+        stored = f", and by {proof['written']:.2g} as stored in {proof['dtype']}"
+    return f"The logits differ by {proof['exact']:.2g} of the largest one in float32{stored}."
+
+
+def trained_how(training: dict[str, Any] | None, from_scratch: bool = False) -> str:
+    """The end of the card's first sentence.
+
+    Args:
+        from_scratch: the first of the trainings began with random weights.
+    """
+    if training is None:
+        return "without further training"
+    said = [_how(training)]
+    while "earlier" in training:
+        training = training["earlier"]
+        said.insert(0, _how(training))
+    parts = []
+    if from_scratch:
+        parts = [f"trained from scratch: {said.pop(0)}"]
+    if said:
+        parts += [f"then trained further (healed): {'; then again: '.join(said)}"]
+    return "; ".join(parts)
+
+
+def _how(training: dict[str, Any]) -> str:
+    tokens = f"{plural(training['tokens'], 'token')} of {training['data']}"
+    return f"{plural(training['steps'], 'step')}, {tokens} (SHA-256 `{training['data_hash']}`), {training['method']}"
+
+
+def training_stages(training: dict[str, Any] | None, name: str) -> dict[str, Any]:
+    """Quality before and after, on text that was held out; nothing where none was measured."""
+    found = {stage: training[stage] for stage in STAGES if training is not None and training.get(stage) is not None}
+    if training is None or not found:
+        return {"stages": None}
+    columns = [stage for stage in COLUMNS if stage in found]
+    qualities = [Quality.from_json(found[stage]) for stage in columns]
+    rows = [
+        [label, *(one.words(metric, 4, 3) if one.knows(metric) else "" for one in qualities)]
+        for metric, label in METRICS.items()
+    ]
+    head = ["", *(COLUMNS[stage].format(name=name) for stage in columns)]
+    text = training.get("held_out")
+    its_hash = training.get("held_out_hash")
+    of = ""
+    if isinstance(text, str):
+        of = f" of {one_line(text)}"
+    if isinstance(its_hash, str):
+        of += f" (SHA-256 `{its_hash}`)"
+    tokens = next(iter(found.values()))["tokens"]
+    return {"stages": (head, [row for row in rows if any(row[1:])]), "held_out": {"tokens": tokens, "of": of}}
+
+
+def quality(scores: tuple[CardScore, ...], name: str) -> Table:
+    """One row for each number, the unedited model's beside it where it was measured in the same way."""
+    found = {(one.key, one.metric, one.edited): one for one in scores}
+    columns = 2
+    if any(not one.edited for one in scores):
+        columns = 3
+    rows = []
+    for key, metric in dict.fromkeys((one.key, one.metric) for one in scores):
+        pair = [found.get((key, metric, edited)) for edited in (True, False)]
+        on = next(one.on for one in pair if one is not None)
+        rows.append([f"{metric} ({on})", *("" if one is None else one.shown for one in pair)][:columns])
+    return ["", name, "unedited"][:columns], rows
+
+
+def speed(bench: Bench, name: str) -> Table:
+    """One row for each program and batch, and how much faster the checkpoint is."""
+    head = ["program", "batch", "first token, ms", "per token, ms", "tokens/s", f"{name} is faster by"]
+    columns = -1
+    if len({one.program for one in bench.speeds}) > 1:
+        columns = len(head)
+    rows = []
+    for one in bench.speeds:
+        own = next((s for s in bench.speeds if s.edited and s.batch == one.batch), None)
+        program = one.program
+        if one is own:
+            program = f"**{name}**"
+        per_token = ""
+        if not math.isnan(one.per_token):
+            per_token = f"{one.per_token * MS:.3g}"
+        times = ""
+        if not (own is None or one is own):
+            times = f"{own.times(one):.2f} times"
+        first_token = f"{one.first_token * MS:.3g}"
+        rows.append([program, str(one.batch), first_token, per_token, f"{median(one.rates):.3g}", times][:columns])
+    return head[:columns], rows
+
+
+def usage(found: Surgery, folder: Path, name: str) -> dict[str, Any]:
+    """How it is loaded: in transformers, in vLLM, and with surgeon."""
+    form = found.form
+    assert form is not None
+    options = json.dumps(name) + (", trust_remote_code=True" if form.shipped is not None else "")
+    serve = f"vllm serve {quote(name)}" + (f" --tensor-parallel-size {RANKS}" if _divides(found) else "")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return {
+        "reason": found.report.get("reason"),
+        "has_tokenizer": any(any(folder.glob(pattern)) for pattern in _TOKENIZERS),
+        "shipped": form.shipped,
+        "architectures": config.get("architectures"),
+        "options": options,
+        "vllm": form.serving(found.stored, serve),
+        "prompt": PROMPT,
+        "tp": RANKS,
+        "word": quote(name),
+        "literal": json.dumps(name),
+    }
+
+
+def _divides(found: Surgery) -> bool:
+    """Whether vLLM's ranks can share every layer, of which a narrow one may have too few heads.
+
+    Its own models and the plugin give a KV head to several ranks; its backend that runs the fused form cuts it in two.
+    """
+    if all(sublayer.width is None for sublayer in found.program.sublayers()):
+        return True
+    weights = found.stored.weights
+    copies = found.form is not None and not found.form.widths_differ
+    slices = (
+        Sublayer(one.kind, (layer,), (0, RANKS)) for one in found.stored.program.sublayers() for layer in one.layers
+    )
+    return all(indivisible(one, weights.units(one), replicate=copies) is None for one in slices)
+
+
+def belongings(found: Surgery, folder: Path, inherited: Inherited) -> dict[str, Any]:
+    """What lay beside the base model's weights, and its licence."""
+    code, left = companions_in(found.report)
+    metadata = inherited.metadata
+    licence = metadata.get("license")
+    if licence is not None:
+        licence = ", ".join(f"`{one}`" for one in ([licence] if isinstance(licence, str) else licence))
+        called, target = (str(metadata.get(key, "")).strip() for key in ("license_name", "license_link"))
+        if called or target:
+            licence += f" ({_link(called or 'its text', target) if target else called})"
+    return {
+        "own_code": list(map(_quoted, code)),
+        "behind": left_behind(left, _quoted),
+        "base": _base(found.original),
+        "licence": licence,
+        "terms": [_quoted(name) for name in sorted(names_in(folder)) if kind_of(name) is FileKind.TERMS],
+        "gated": any(key.startswith("extra_gated") for key in metadata),
+    }
+
+
+def _quoted(name: str) -> str:
+    return f"`{one_line(name).replace('`', chr(39))}`"
+
+
+def _base(model: str | None) -> str:
+    if (on_hub := hub_name(model or "")) is not None:
+        return f"[{model}]({on_hub.address})"
+    if model == DEMO:
+        return "surgeon's demo model"
+    return f"`{model}`"
+
+
+def one_line(text: str) -> str:
+    """A text without breaks."""
+    return " ".join(text.split())
+
+
+def _link(text: str, target: str) -> str:
+    """A link; what would end it early is written so that it does not."""
+    text = one_line(text).replace("[", "(").replace("]", ")")
+    return f"[{text}](<{target.replace('<', '%3C').replace('>', '%3E')}>)"
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A table: its first column to the left, the others, which are numbers, to the right."""
+    lines = [head, [":--", *["--:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(one_line(cell).replace('|', chr(92) + '|') for cell in line)} |" for line in lines)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -11,7 +12,7 @@ import pandas as pd
 
 from surgeon.findings.result import RunResult, TableFile
 from surgeon.memory import show_size
-from surgeon.words import hanging
+from surgeon.words import aligned, hanging
 
 # Columns.
 AREA = 10
@@ -118,3 +119,129 @@ class Check(RunResult):
         )
         heading = "".join(f"<tr><th>{label}</th><td>{text}</td></tr>" for label, text in self.described.items())
         return f"<table>{heading}</table>{shown.to_html(index=False, max_rows=None)}"
+
+
+FAMILY_AREAS = AREAS[1:-1]
+HEAD = ("family", "model_type", "scan", "search", "ranks", "pairs", "on vLLM", "low rank")
+PAGE = """\
+# Models
+
+What surgeon does with each family: programs of every operation are put to the code that would refuse them, on the
+default configuration of its architecture. `surgeon check MODEL` says the same of one model, of its config.json alone,
+with reasons and memory. `surgeon families` prints the table; `surgeon families --markdown > docs/models.md` makes this
+page.
+
+Of `surgeon scan --operation all`, the spaces of `surgeon search` and the programs that `surgeon bench --compare` knows
+on ranks, the table says what does not work. `pairs` is the form that LP pairs are exported in; what runs them on vLLM,
+and factors in the place of matrices (`low rank`), is vLLM itself, by the modeling file inside, or surgeon's plugin.
+
+"""
+
+
+AROUND = """
+## Decoders inside others
+
+Of these the text decoder is operated on, and what is around it is written again as it was
+([importing.md](importing.md)).
+"""
+
+
+class FamilyRow(NamedTuple):
+    """A family.
+
+    Attributes:
+        name: as users know it.
+        summary: what it is.
+        verdicts: on everything that was asked.
+    """
+
+    name: str
+    model_type: str
+    summary: str
+    verdicts: tuple[Verdict, ...]
+
+    def cells(self, briefly: bool = False) -> list[str]:
+        """As `HEAD` has them; briefly with how many things work, where it is not all of them."""
+        scan, search, ranks = (_in_words([*self._of(area)], briefly) for area in ("scan", "search", "ranks"))
+        said = {(one.area, one.what): one.why for one in self.verdicts if one.works != NO}
+        forms = said.get(("export", "lp"), "")
+        vllm = (said.get(("vllm", what), "") for what in ("lp", "lowrank"))
+        runs = (("itself" if how.startswith("Unmodified") else "plugin") if how else "no" for how in vllm)
+        in_forms = re.findall(r"(\w+) form", forms)
+        pairs = "either"
+        if not (briefly and len(in_forms) > 1):
+            pairs = " or ".join(in_forms) or "no"
+        return [self.name, self.model_type, scan, search, ranks, pairs, *runs]
+
+    @property
+    def reasons(self) -> dict[str, list[str]]:
+        """Why something does not work, and what."""
+        found: dict[str, list[str]] = {}
+        for one in self.verdicts:
+            if one.works != YES and one.what not in found.setdefault(one.why, []):
+                found[one.why].append(one.what)
+        return found
+
+    def _of(self, area: str) -> Iterator[Verdict]:
+        return (one for one in self.verdicts if one.area == area)
+
+
+def _in_words(verdicts: Sequence[Verdict], briefly: bool) -> str:
+    lacking = [one.what for one in verdicts if one.works == NO]
+    if not lacking:
+        return "all"
+    if briefly:
+        return f"{len(verdicts) - len(lacking)}/{len(verdicts)}"
+    if len(lacking) < len(verdicts):
+        return f"not {', '.join(lacking)}"
+    return "none"
+
+
+@dataclass(frozen=True, repr=False)
+class FamilyTable(RunResult):
+    """The result of `surgeon.families`.
+
+    Attributes:
+        verdicts: a row for each thing that was asked of each family.
+    """
+
+    COMMAND = "families"
+    RECORD = "families.json"
+    TABLES: ClassVar = {
+        "verdicts": TableFile(
+            "families.csv", (), ("family", "model_type", "summary", "area", "what", "works", "why"), missing=""
+        )
+    }
+
+    verdicts: pd.DataFrame
+
+    @classmethod
+    def of(cls, rows: Iterable[FamilyRow], wrappers: Mapping[str, str]) -> FamilyTable:
+        """That of some families, with what there is to say of wrappers around their decoders, by name."""
+        found = [(*row[:3], *one[:4]) for row in rows for one in row.verdicts]
+        return cls(pd.DataFrame(found, columns=[*cls.TABLES["verdicts"].words]), record={"wrappers": dict(wrappers)})
+
+    @property
+    def rows(self) -> list[FamilyRow]:
+        words = ["family", "model_type", "summary"]
+        found = []
+        for names, some in self.verdicts.groupby(words, sort=False):
+            verdicts = (Verdict(*one) for one in some[[*Verdict._fields[:4]]].itertuples(index=False))
+            name, model_type, summary = map(str, names)
+            found.append(FamilyRow(name, model_type, summary, tuple(verdicts)))
+        return found
+
+    def __str__(self) -> str:
+        return aligned([HEAD, *(row.cells(briefly=True) for row in self.rows)], left=range(len(HEAD)))
+
+    def markdown(self) -> str:
+        """A page: the table, and for each family what it is and why something does not work."""
+        lines = [HEAD, ["---"] * len(HEAD), *(row.cells() for row in self.rows)]
+        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        around = [f"- **{name}**: {said}" for name, said in self.record["wrappers"].items()]
+        return "\n".join([f"{PAGE}{table}\n", *map(_paragraph, self.rows), AROUND, *around, ""])
+
+
+def _paragraph(row: FamilyRow) -> str:
+    reasons = [f"    - {', '.join(f'`{one}`' for one in what)}: {why}" for why, what in row.reasons.items()]
+    return "\n".join([f"- **{row.name}** (`{row.model_type}`): {row.summary}", *reasons])

@@ -18,8 +18,6 @@ from surgeon.findings.similarity import Similarity
 from surgeon.progress import clock
 from surgeon.words import hanging
 
-BUSY = 0.75  # of the processors: where less is free, other work is said to slow an exploration
-
 
 @dataclass(frozen=True)
 class NextStep:
@@ -79,14 +77,6 @@ class Exploration(RunResult):
         return [str(line) for line in self.record.get("left_out", ())]
 
     @property
-    def slowed(self) -> str:
-        """What other work took of the machine; empty where it took little."""
-        free = float(self.record.get("free", 1.0))
-        if free < BUSY:
-            return f"other work slowed this machine: at times {free:.0%} of its processors were free"
-        return ""
-
-    @property
     def next_steps(self) -> Sequence[NextStep]:
         """What is worth doing next, in order."""
         return [NextStep(**one) for one in self.record.get("next", ())]
@@ -99,8 +89,6 @@ class Exploration(RunResult):
         """At most 80 columns, but for commands, which are whole."""
         lines = [self.heading, ""]
         rows = [*zip(self.steps["step"], self.steps["did"], strict=True), *(("left out", one) for one in self.left_out)]
-        if self.slowed:
-            rows.append(("slowed", self.slowed))
         width = max((len(step) for step, _ in rows), default=0) + 2
         lines += [hanging(f"{step:<{width}}", did) for step, did in rows]
         for number, one in enumerate(self.next_steps, start=1):
@@ -127,5 +115,5 @@ class Exploration(RunResult):
             yield Finding("Explored", text)
 
     def missing(self) -> Iterator[str]:
-        for line in (*self.left_out, *filter(None, [self.slowed])):
+        for line in self.left_out:
             yield f"{line[:1].upper()}{line[1:]}."

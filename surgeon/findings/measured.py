@@ -7,10 +7,12 @@ stand beside it, to compare.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from textwrap import shorten
 from typing import Any
 
 from surgeon.findings.result import SHORT_HASH, read_record
@@ -18,7 +20,6 @@ from surgeon.findings.tasks import PROVENANCE_KEY, scores
 from surgeon.language.program import Program
 from surgeon.named import is_path, on_disk, public
 from surgeon.quality.summary import Quality
-from surgeon.words import in_words, plural
 
 TEXT_FILE = "text.json"
 BENCH_FILE = "bench.json"
@@ -27,6 +28,7 @@ TASK_FILES = "results_*.json"
 PATTERNS = (TEXT_FILE, TASK_FILES, BENCH_FILE, SEARCH_FILE)
 PERPLEXITY = "perplexity"
 DIVERGENCE = "divergence"
+_LONGEST_PROGRAM = 80  # characters of it in an error
 
 
 class MeasuredElsewhere(ValueError):
@@ -73,9 +75,8 @@ class Identity:
                 "since; measure it itself"
             )
         if model_hash in (self.model_hash, self.source_hash):
-            raise MeasuredElsewhere(
-                f"{path} was measured under another program than that of {self.name}: {_cut(program)}"
-            )
+            text = shorten(str(program), _LONGEST_PROGRAM, placeholder="...")
+            raise MeasuredElsewhere(f"{path} was measured under another program than that of {self.name}: {text}")
         own = "its source is not known"
         if self.source_hash is not None:
             own = f"its source has {_short(self.source_hash)}"
@@ -111,7 +112,7 @@ class CardScore:
 
 @dataclass(frozen=True)
 class Speed:
-    """One program's times; medians over the rounds, None where there are none.
+    """One program's times; medians over the rounds, NaN where there are none.
 
     Attributes:
         program: its name in the measurement.
@@ -123,13 +124,8 @@ class Speed:
     edited: bool
     batch: int
     first_token: float
-    per_token: float | None
+    per_token: float
     rates: tuple[float, ...]
-
-    @property
-    def rate(self) -> float:
-        """Tokens per second."""
-        return median(self.rates)
 
     def times(self, other: Speed) -> float:
         """How many times the tokens per second of another, measured in turns with it."""
@@ -169,9 +165,9 @@ def read_measured(paths: Sequence[Path], identity: Identity) -> Measured:
     benches: list[Bench] = []
     for file in (file for path in paths for file in _files(path)):
         record = read_record(file)
-        kind = _kind(file, record)
+        kind, read = _reader(file, record)
         try:
-            found = list(_READERS[kind](file, record, identity))
+            found = list(read(file, record, identity))
         except MeasuredElsewhere:
             raise
         except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
@@ -198,25 +194,26 @@ def _files(path: Path) -> list[Path]:
     return found
 
 
-def _kind(file: Path, record: dict[str, Any]) -> str:
+def _reader(file: Path, record: dict[str, Any]) -> tuple[str, Callable[..., Iterator[CardScore | Bench]]]:
+    """The command that wrote a record, and what reads it."""
     results = record.get("results")
     if isinstance(results, dict) and isinstance(record.get(PROVENANCE_KEY), dict):
-        return "eval --tasks"
+        return "eval --tasks", _tasks
     if isinstance(results, list):
-        return "bench"
+        return "bench", _bench
     if isinstance(record.get("best"), dict):
-        return "search"
+        return "search", _search
     if PERPLEXITY in record:
-        return "eval --data"
+        return "eval --data", _text
     raise ValueError(f"{file} holds no results of surgeon eval, bench or search")
 
 
 def _text(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[CardScore]:
     edited = identity.is_edited(file, record["model_hash"], Program.parse(record["program"]))
-    against = record.get("against")
-    yield from _on_text(
-        record, Quality.from_json(record), edited, "the original" if against is None else public(against)
-    )
+    against = "the original"
+    if record.get("against") is not None:
+        against = public(record["against"])
+    yield from _on_text(record, Quality.from_json(record), edited, against)
 
 
 def _search(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[CardScore]:
@@ -237,23 +234,6 @@ def _search(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[
         seen = " that the search did not see"
     for values, edited in ((best, True), (original, False)):
         yield from _on_text(text, Quality.from_json(values), edited, "the original", seen)
-    if record.get("draft"):
-        yield from _as_draft(record)
-
-
-def _as_draft(record: dict[str, Any]) -> Iterator[CardScore]:
-    """What a search for drafts promises of its winner, and what was measured of it."""
-    draft = record["draft"]
-    where = f"{record['objective'].partition('@')[2] or 'the machine of the search'}"
-    predicted = draft["predicted"].get("held_out") or draft["predicted"]["searched"]
-    on = f"{where}, {record['ranks']} ranks, {plural(record['batch'], 'text')} at a time"
-    name = "speedup as a lossless draft of the original"
-    accepted = f"{in_words(draft['acceptance'])} {predicted['acceptance']:.3f}"
-    shown = f"{predicted['speedup']:.3g}x ({accepted}, {plural(predicted['ahead'], 'token')} ahead)"
-    yield CardScore(True, f"{name}, predicted", on, on, predicted["speedup"], shown)
-    if (here := draft.get("measured")) is not None:
-        shown = f"{here['speedup']:.3g}x ({here['low']:.3g}x to {here['high']:.3g}x over the rounds)"
-        yield CardScore(True, f"{name}, measured", on, on, here["speedup"], shown)
 
 
 def _on_text(
@@ -331,23 +311,11 @@ def _speed(one: dict[str, Any], edited: bool) -> Speed:
     rounds = one["rounds"]
     if not all(each["rate"] > 0 for each in rounds):
         raise ValueError(f"{one['program']} has a rate that is none")
-    per_token = [each["per_token"] for each in rounds if each["per_token"] is not None]
-    return Speed(
-        str(one["program"]),
-        edited,
-        int(one["batch"]),
-        median(each["first_token"] for each in rounds),
-        median(per_token) if per_token else None,
-        tuple(float(each["rate"]) for each in rounds),
+    first, per_token = (
+        [each[name] for each in rounds if each[name] is not None] for name in ("first_token", "per_token")
     )
-
-
-_READERS: dict[str, Callable[[Path, dict[str, Any], Identity], Iterator[CardScore | Bench]]] = {
-    "eval --data": _text,
-    "eval --tasks": _tasks,
-    "search": _search,
-    "bench": _bench,
-}
+    rates = tuple(float(each["rate"]) for each in rounds)
+    return Speed(str(one["program"]), edited, int(one["batch"]), median(first), median(per_token or [math.nan]), rates)
 
 
 def _dataset(source: str) -> str | None:
@@ -360,10 +328,3 @@ def _dataset(source: str) -> str | None:
 
 def _short(model_hash: str) -> str:
     return f"sha256:{model_hash[:SHORT_HASH]}..."
-
-
-def _cut(program: Program, most: int = 80) -> str:
-    text = str(program)
-    if len(text) <= most:
-        return text
-    return text[: most - 3] + "..."

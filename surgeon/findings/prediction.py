@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgba
+from matplotlib.patches import Patch
 
 from surgeon.findings.blocks import Block, Finding, Paragraph, Table
-from surgeon.findings.drawing import Chart, Picture, bars, points, scale
+from surgeon.findings.drawing import COLOURS, INK, NO_CELL, PAPER, Chart, Picture, bars, points, scale
 from surgeon.findings.result import RunResult, TableFile
+from surgeon.language.operations.variants import DENSE
 from surgeon.memory import show_size
-from surgeon.words import NO_VALUE, TIMES, aligned, hanging, number, plural, three_digits, times
+from surgeon.words import NO_VALUE, TIMES, WIDTH, aligned, hanging, number, plural, three_digits, times
 
 AXES = ("ranks", "batch", "prompt", "new")
 PARTS = ("compute", "launches", "exposed")  # of a pass's time
@@ -25,6 +29,13 @@ _SPEEDS = ("first_token_ms", "per_token_ms", "tokens_per_second")
 _PARTS = (("compute", 0), ("launches, gaps", 7), ("waiting for collectives", 1))  # words and colour
 _MOST_CHARTS = 8
 _GIB = 1 << 30
+DRAFT_COLUMNS = (
+    *("ranks", "batch", "prompt", "new", "acceptance", "ahead", "draft_ms", "verify_ms", "per_token_ms"),
+    *("dense", "drafted", "alone", "speedup", "alone_speedup"),
+)
+_SPEEDUP = "_speedup"  # what the columns of programs end in
+_FULL_COLOUR = 2.0  # times as fast
+_DARK = 1.6  # sum of red, green and blue: white text can be read on it
 
 
 @dataclass(frozen=True, repr=False)
@@ -51,27 +62,22 @@ class Predictions(RunResult):
     speeds: pd.DataFrame
     cells: Sequence[Any] = ()
 
-    @property
-    def swept(self) -> bool:
-        """Whether they are a sweep's, in which some may not fit."""
-        return bool(self.record["swept"])
-
     def __str__(self) -> str:
         """Tables of at most 80 columns; behind them how ranks share experts, where that was open."""
-        return "\n".join([self._tables(), *(["", *lines] if (lines := self.record.get("experts")) else [])])
-
-    def _tables(self) -> str:
-        if self.swept:
-            return f"{hanging('', self.heading)}\n\n{self._sweep()}"
         table = self.speeds
         parts = [hanging("", self.heading), ""]
-        parts += ["Latency, throughput, and memory of the rank that needs most", self._latency()]
-        parts += ["", "Where the time of a pass goes", self._passes()]
-        if table["program"].nunique() > 1:
-            lines = [["program", "batch", "first token", "per token", "tokens/s"]]
-            for _, row in table.iterrows():
-                lines.append([row["program"], str(row["batch"]), *(times(row[name]) for name in SPEEDUPS)])
-            parts += ["", f"Times as fast as {table['program'].iloc[0]}", aligned(lines)]
+        if self.record["swept"]:
+            parts.append(self._sweep())
+        else:
+            parts += ["Latency, throughput, and memory of the rank that needs most", self._latency()]
+            parts += ["", "Where the time of a pass goes", self._passes()]
+            if table["program"].nunique() > 1:
+                lines = [["program", "batch", "first token", "per token", "tokens/s"]]
+                for _, row in table.iterrows():
+                    lines.append([row["program"], str(row["batch"]), *(times(row[name]) for name in SPEEDUPS)])
+                parts += ["", f"Times as fast as {table['program'].iloc[0]}", aligned(lines)]
+        if "experts" in self.record:
+            parts += ["", *self.record["experts"]]
         return "\n".join(parts)
 
     def _sweep(self) -> str:
@@ -122,10 +128,6 @@ class Predictions(RunResult):
                     begin = ["", ""]
                 lines.append([*begin, phase, *spent, *counts])
         return aligned(lines)
-
-    @property
-    def picture_title(self) -> str:
-        return self.heading
 
     def section(self) -> Iterator[Block]:
         table = self.speeds
@@ -236,17 +238,13 @@ def _line_chart(own: pd.DataFrame, column: str, along: str, y: str, title: str) 
         axes.minorticks_off()
         scale(axes, "y", own[column].tolist(), log=not column.endswith("speedup"))
         for style, (program, rows) in enumerate(own.groupby("program", sort=False)):
-            tips = [_tip(row, along, column) for _, row in rows.iterrows()]
+            tips = []
+            for _, row in rows.iterrows():
+                fits = "" if row["fits"] else ", does not fit into memory"
+                tips.append(f"{program}, {along} {int(row[along])}: {number(row[column], 3)}{fits}")
             points(axes, rows[along], rows[column], tips, style, str(program))
 
     return Chart(title, draw, along, y, described=f"{y}, {title}")
-
-
-def _tip(row: pd.Series[float], along: str, column: str) -> str:
-    room = ", does not fit into memory"
-    if row["fits"]:
-        room = ""
-    return f"{row['program']}, {along} {int(row[along])}: {number(row[column], 3)}{room}"
 
 
 def _cells(table: pd.DataFrame) -> Table:
@@ -268,3 +266,162 @@ def _cells(table: pd.DataFrame) -> Table:
         f"are {number(float(table['there_bytes'].max()) / _GIB, 3)} for it."
     )
     return Table("Every prediction", head, rows, note, folded=len(rows) > 24)
+
+
+@dataclass(frozen=True, repr=False)
+class BestPrograms(RunResult):
+    """The result of a prediction of the best programs.
+
+    Attributes:
+        winners: a row for every link, number of ranks and batch, as in `best.csv`: what wins (nothing where the dense
+            model does not fit), and what every program wins there, times the dense one's speed.
+        choices: one for each link, number of ranks and batch; of a prediction just made.
+    """
+
+    COMMAND = "predict"
+    RECORD = "best.json"
+    TABLES: ClassVar = {"winners": TableFile("best.csv", ("ranks", "batch", "speedup"), ("link", "winner"))}
+
+    winners: pd.DataFrame
+    choices: Sequence[Any] = ()
+
+    def __str__(self) -> str:
+        """One table for each link: batches down, ranks across, each with its winner and what it wins."""
+        unfit = ""
+        if (self.winners["winner"] == "").any():
+            unfit = " (-: it does not fit into memory)"
+        parts = [hanging("", self.heading), "", f"Fastest, and times as fast as the dense model{unfit}", ""]
+        for link, here in self.winners.groupby("link", sort=False):
+            cells = here.assign(text=[_words(one) for one in here.itertuples()])
+            table = cells.pivot(index="batch", columns="ranks", values="text").fillna("-")
+            table = table.reindex(index=here["batch"].unique(), columns=here["ranks"].unique())
+            parts += [str(link) or "no link", _across(table), ""]
+        if "reaches" in self.record:  # not in older ones
+            parts += ["The batches at which a program pays", "", self.record["reaches"]]
+        return "\n".join(parts).rstrip()
+
+    def pictures(self) -> dict[str, Picture]:
+        """`best`: a panel for each link, ranks down, batches across, coloured by what wins and how much."""
+        names = [str(name).removesuffix(_SPEEDUP) for name in self.winners if str(name).endswith(_SPEEDUP)]
+        colours = {name: COLOURS[place % len(COLOURS)] for place, name in enumerate(names)}
+        colours |= {DENSE: NO_CELL, "": PAPER}
+
+        def paint(one: Any) -> tuple[Any, str]:
+            colour = np.array(to_rgba(colours[one.winner]))
+            if one.winner not in ("", DENSE):  # mixed with white where it wins little
+                strength = 0.25 + 0.75 * min(1.0, (one.speedup - 1) / (_FULL_COLOUR - 1))
+                colour = 1 - strength * (1 - colour)
+            return colour, f"{one.speedup:.2f}" if one.winner else ""
+
+        panels = []
+        for link, own in self.winners.groupby("link", sort=False):
+            named = {DENSE: "nothing pays", "": "does not fit"}
+            keys = {named.get(name, name): colours[name] for name in colours if name in set(own["winner"])}
+            panels.append(_by_load(str(link) or "one rank", own, paint, keys=keys))
+        return {"best": Picture(panels)}
+
+
+def _across(table: pd.DataFrame) -> str:
+    """Batches down and ranks across; where those are too many for a terminal, the other half of them below."""
+    lines = [["batch", *(plural(int(ranks), "rank") for ranks in table.columns.to_numpy())]]
+    lines += [[str(batch), *texts] for batch, texts in zip(table.index, table.to_numpy(), strict=True)]
+    text = aligned(lines)
+    count = table.shape[1]
+    if count == 1 or max(map(len, text.splitlines())) <= WIDTH:
+        return text
+    return "\n\n".join(map(_across, (table.iloc[:, : count // 2], table.iloc[:, count // 2 :])))
+
+
+def _words(one: Any) -> str:
+    return {"": "-", DENSE: DENSE}.get(one.winner) or f"{one.winner} {one.speedup:.2f}"
+
+
+def _by_load(
+    title: str,
+    table: pd.DataFrame,
+    paint: Callable[[Any], tuple[Any, str]],
+    row_height: float = 30.0,
+    keys: Mapping[str, str] | None = None,
+) -> Chart:
+    """Cells by ranks (down) and batch (across), each with the colour and the text that `paint` gives its row."""
+    ranks = list(table["ranks"].unique())
+    batches = list(table["batch"].unique())
+
+    def draw(axes: Axes) -> None:
+        image = np.ones((len(ranks), len(batches), 4))
+        for one in table.itertuples():
+            place = ranks.index(one.ranks), batches.index(one.batch)
+            image[place], text = paint(one)
+            ink = "white" if image[place][:3].sum() < _DARK else INK
+            axes.text(place[1], place[0], text, ha="center", va="center", fontsize=8, color=ink)
+        axes.imshow(image, aspect="auto")
+        axes.set_xticks(range(len(batches)), labels=[f"{batch:g}" for batch in batches])
+        axes.set_yticks(range(len(ranks)), labels=[f"{count:g}" for count in ranks])
+        axes.grid(visible=False)
+        if keys:
+            handles = [Patch(facecolor=colour, edgecolor="#888888", label=words) for words, colour in keys.items()]
+            place_of_keys: Any = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.13)}
+            axes.legend(handles=handles, fontsize=9, frameon=False, ncols=3, **place_of_keys)
+
+    return Chart(title, draw, "batch", "ranks", height=80.0 + row_height * len(ranks))
+
+
+@dataclass(frozen=True, repr=False)
+class DraftRun(RunResult):
+    """The result of a prediction of drafts.
+
+    Attributes:
+        speeds: one row per ranks, load and acceptance, as in `drafts.csv`: times in ms, tokens per second without
+            drafts (`dense`), with them (`drafted`) and of the draft alone (`alone`), and how often the first is in the
+            others.
+    """
+
+    COMMAND = "predict"
+    RECORD = "drafts.json"
+    TABLES: ClassVar = {"speeds": TableFile("drafts.csv", DRAFT_COLUMNS, may_be_empty=True)}
+
+    speeds: pd.DataFrame
+
+    def __str__(self) -> str:
+        """A table of at most 80 columns, and below it what was refused."""
+        lines = [["ranks", "batch", "accepted", "ahead", "draft", "verify", "tokens/s", "dense", "times", "alone"]]
+        lines.append(["", "", "", "", "ms", "ms", "", "", "", "times"])
+        for _, row in self.speeds.iterrows():
+            begin = [f"{row[name]:g}" for name in ("ranks", "batch", "acceptance", "ahead")]
+            spent = [three_digits(row[name]) for name in ("draft_ms", "verify_ms", "drafted", "dense")]
+            speedups = [f"{row[name]:.2f}" for name in ("speedup", "alone_speedup")]
+            lines.append([*begin, *spent, *speedups])
+        refused = [hanging("refused: ", reason) for reason in self.record["refused"]]
+        return "\n".join([hanging("", self.heading), "", aligned(lines, ()), *refused])
+
+    def pictures(self) -> dict[str, Picture]:
+        """`drafts`: a map for each acceptance, and one of the draft alone; none where all was refused."""
+        if self.speeds.empty:
+            return {}
+        return {"drafts": drafts_picture({"": self.speeds})}
+
+
+def drafts_picture(found: dict[str, pd.DataFrame]) -> Picture:
+    """Maps of each draft by its name: ranks down, batches across, of the first prompt and number of tokens."""
+    shades = matplotlib.colormaps["YlGnBu"]
+
+    def paint(one: Any) -> tuple[Any, str]:
+        if not one.ahead:
+            return shades((one.speedup - 1) / (_FULL_COLOUR - 1)), "off"
+        return shades((one.speedup - 1) / (_FULL_COLOUR - 1)), f"{one.speedup:.2f}\n+{one.ahead:.0f}"
+
+    def paint_alone(one: Any) -> tuple[Any, str]:
+        return shades((one.alone_speedup - 1) / (_FULL_COLOUR - 1)), f"{one.alone_speedup:.2f}"
+
+    panels = []
+    for name, speeds in found.items():
+        drawn = speeds[(speeds[["prompt", "new"]] == speeds[["prompt", "new"]].iloc[0]).all(axis="columns")]
+        for chance, cells in drawn.groupby("acceptance"):
+            panels.append(_by_load(f"{name} {chance:g} accepted".strip(), cells, paint, 34.0))
+        alone = drawn.drop_duplicates(["ranks", "batch"])
+        panels.append(_by_load(f"{name} alone (lossy)".strip(), alone, paint_alone, 34.0))
+    caption = (
+        "How many times as fast texts are as without drafts, and below it how many tokens are drafted. The draft alone "
+        "is lossy. Cells that were refused stay empty."
+    )
+    return Picture(panels, caption)

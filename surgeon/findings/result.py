@@ -280,7 +280,7 @@ class RunResult:
     @property
     def picture_title(self) -> str:
         """Above every picture of a file."""
-        return self.label
+        return str(self.record.get("heading") or self.label)
 
     def pictures(self) -> dict[str, Picture]:
         """Every picture that there is to make, by the name of its file without ending; the main one first."""

@@ -19,8 +19,7 @@ from surgeon.findings.blocks import Block, Finding, Paragraph, Table
 from surgeon.findings.drawing import Picture
 from surgeon.findings.maps import CAP
 from surgeon.findings.result import RunResult, TableFile, base_of
-from surgeon.findings.scan_charts import charts, reach_table
-from surgeon.findings.scan_maps import ScanMaps
+from surgeon.findings.scan_pictures import ScanMaps, charts, reach_table
 from surgeon.findings.tolerance import (
     PAIRS,
     PAIRS_OF_STREAMS,

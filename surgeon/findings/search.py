@@ -18,8 +18,16 @@ from surgeon.findings.drawing import Drawing, Picture
 from surgeon.findings.maps import WIDE, Legend, Map, map_cells
 from surgeon.findings.program import program_figure
 from surgeon.findings.result import RunResult, TableFile
-from surgeon.findings.search_charts import edit_charts, front_charts, history_chart, objectives_of, quality_chart
-from surgeon.findings.trials import BY, DRAFT_TIME, TrialTable
+from surgeon.findings.trials import (
+    BY,
+    DRAFT_TIME,
+    TrialTable,
+    edit_charts,
+    front_charts,
+    history_chart,
+    objectives_of,
+    quality_chart,
+)
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, parse_recipe
 from surgeon.words import (

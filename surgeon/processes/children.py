@@ -88,7 +88,6 @@ class Child:
         self.process.kill()
 
     def said(self) -> str:
-        """What it has written."""
         with self._log.open("rb") as file:
             file.seek(self._begin)
             return file.read().decode(errors="replace")

@@ -46,7 +46,6 @@ class Watchdog:
         self._stuck = 0.0  # seconds
 
     def hear(self, pulse: Pulse) -> None:
-        """Take a rank's pulse."""
         if pulse.passes != self._passes[pulse.rank]:
             self._stuck = 0.0
         self._passes[pulse.rank] = pulse.passes

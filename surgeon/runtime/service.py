@@ -42,11 +42,10 @@ from surgeon.runtime.plan.mixtures import A_MIXTURE, ExpertTimes
 from surgeon.runtime.plan.stretches import with_stretches
 from surgeon.runtime.service_options import CODA, LOOKUP, ServiceOptions
 from surgeon.runtime.stream import OpenRequest, Stream
-from surgeon.runtime.worker.messages import Account, Cancel, Progress, Recorded, Report
+from surgeon.runtime.worker.leader import Account, Cancel, Progress, Recorded, Report
 from surgeon.runtime.worker.pipeline import connect
 from surgeon.runtime.worker.rank import gpu_room
-from surgeon.runtime.worker.rank_process import RankFailed
-from surgeon.runtime.worker.ranks import Ranks
+from surgeon.runtime.worker.ranks import RankFailed, Ranks
 from surgeon.runtime.worker.worker import load, serve
 
 
@@ -170,7 +169,6 @@ class Service(AbstractContextManager["Service"]):
 
     @property
     def pids(self) -> list[int]:
-        """The process ids of the ranks."""
         return self._ranks.pids
 
     def submit(self, prompt: Sequence[int], sampling: Sampling | None = None) -> Stream:

@@ -114,5 +114,4 @@ class ServiceOptions:
 
     @property
     def most_open(self) -> int:
-        """How many requests may be open."""
         return self.max_batch + self.max_waiting

@@ -24,8 +24,7 @@ from surgeon.runtime.batching.request import Event, QueueFull, Sampling, TokenLo
 from surgeon.runtime.stream import Answer
 from surgeon.server.bodies import Body, ChatBody, CompletionBody
 from surgeon.server.errors import GONE, RETRY_SOON, ApiError, draining, failed, invalid
-from surgeon.server.gate import note_outcome
-from surgeon.server.state import ServerState
+from surgeon.server.state import ServerState, note_outcome
 from surgeon.server.texts import UNFINISHED, Prompt, Texts, separate
 
 LEAST_LOGPROB = -9999.0
@@ -263,7 +262,6 @@ class Choices:
 
     @property
     def open(self) -> bool:
-        """Whether there is more to come."""
         return bool(self._open)
 
     async def next(self) -> list[tuple[int, Event]]:

@@ -115,7 +115,6 @@ class Body(BaseModel):
 
     @property
     def choices(self) -> int:
-        """How many answers each prompt gets."""
         if self.n is None:
             return 1
         return self.n

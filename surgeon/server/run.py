@@ -38,8 +38,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from surgeon.server.answers import chat, complete
 from surgeon.server.bodies import ChatBody, CompletionBody
 from surgeon.server.errors import RETRY_SOON, ApiError, explain
-from surgeon.server.gate import MOST_BYTES, counted, guarded, too_large, with_browsers
-from surgeon.server.state import ServerState
+from surgeon.server.state import MOST_BYTES, ServerState, counted, guarded, too_large, with_browsers
 from surgeon.version import __version__
 from surgeon.words import plural
 
@@ -269,7 +268,6 @@ class Quiet(logging.Filter):
         self._held: dict[str, int] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether to write it."""
         line = record.getMessage().partition("\n")[0]
         defect = record.exc_info and not line.startswith("socket.accept()")  # which clients can cause
         if defect or line.startswith("Exception in ASGI"):
@@ -358,7 +356,6 @@ class _Server(uvicorn.Server):
         self.announce()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called for every SIGTERM and SIGINT."""
         del frame
         if sig == signal.SIGTERM and not self.state.draining:
             self.state.draining = True

@@ -21,7 +21,6 @@ from surgeon.commands import exploring as module
 from surgeon.commands.app import app, main
 from surgeon.commands.explore import explore
 from surgeon.commands.exploring import HERE, plan_rounds
-from surgeon.commands.next_steps import NextSteps
 from surgeon.cost.hardware_file import MACHINES
 from surgeon.findings.check import Check, Verdict
 from surgeon.findings.explore import Exploration, NextStep
@@ -43,59 +42,88 @@ def parse(commands: Sequence[NextStep]) -> list[str]:
     return names
 
 
-def steps(**other: Any) -> list[NextStep]:
+class Steps:
     """The next steps of an exploration that has found everything, but for what is said."""
-    answers = Check.of([Verdict("export", "lp", "yes"), Verdict("train", "heal edited", "yes")])
-    record = {"model": "a model", "data": "my text.txt", "separator": "<|end|>", "minutes": 2.5, "memory": "2GB"}
-    record |= {"hardware": ["my machine.yaml"], "passes": ["round-2/scan", "round-2/similarity", "round-2/search"]}
-    text = {"tokens": 1024, "window": 64}
-    scanned: Any = SimpleNamespace(
-        record=text | {"every": 2, "asked": {"operations": ["prune", "lp"]}},
-        files=(Path("out of it/round-2/scan/scan.json"),),
-    )
-    searched: Any = SimpleNamespace(
-        record=text | {"best": {"trial": 3, "why": "The best"}},
-        trials=pd.DataFrame({"trial": [1, 3], "depth": [10.0, 8.0]}),
-    )
-    given: dict[str, Any] = {"record": record | other.pop("record", {}), "folder": Path("out of it")}
-    given |= {"knee": Path("out of it/knee.yaml"), "checked": answers, "scan": scanned, "search": searched}
-    given |= {"spaces": ["pair", "drop:layers"], "ranks": 2, "able": 4, "drafts": True, "can_go_on": True}
-    if "scanned" in other:
-        given["scan"] = SimpleNamespace(record=scanned.record | other.pop("scanned"), files=scanned.files)
-    return [*NextSteps(**given | other).all()]
+
+    def __init__(self, patched: pytest.MonkeyPatch) -> None:
+        self.drafts = "yes"
+        patched.setattr(module, "usable_cores", lambda: 2)
+        patched.setattr(module.torch.cuda, "device_count", lambda: 0)
+        patched.setattr(module, "check", lambda *_, **__: Check.of([Verdict("ranks", "draft", self.drafts)]))
+
+    def __call__(self, **other: Any) -> list[NextStep]:
+        answers = [Verdict("export", "lp", "yes"), Verdict("train", "heal edited", "yes")]
+        answers = other.pop("answers", answers)
+        answers += [Verdict("search", "pair", "yes"), Verdict("search", "drop", "yes")]
+        answers += [Verdict("ranks", name, "yes") for name in ("1 rank", "2 ranks", "4 ranks")[: other.pop("able", 3)]]
+        record = {"model": "a model", "data": "my text.txt", "separator": "<|end|>", "minutes": 2.5, "memory": "2GB"}
+        record |= {"hardware": ["my machine.yaml"], "done": [], "next": []}
+        record |= {"passes": ["round-2/scan", "round-2/similarity", "round-2/search"]}
+        text = {"tokens": 1024, "window": 64}
+        scanned: Any = SimpleNamespace(
+            record=text | {"every": 2, "asked": {"operations": ["prune", "lp"]}} | other.pop("scan", {}),
+            files=(Path("out of it/round-2/scan/scan.json"),),
+        )
+        searched: Any = SimpleNamespace(
+            record=text | {"best": {"trial": 3, "why": "The best"}},
+            trials=pd.DataFrame({"trial": [1, 3], "depth": [10.0, 8.0]}),
+        )
+        model: Any = None
+        exploring = module.Exploring(
+            model,
+            "my text.txt",
+            Check.of(answers),
+            Path("out of it"),
+            plan_rounds(8, 64, 1 << 20),
+            record | other.pop("record", {}),
+            [],
+            print,
+            0.0,
+        )
+        found = {"scanned": scanned, "found": searched, "here": None} | other
+        return [*exploring.next_steps(**found)]
 
 
-def test_commands_are_read_as_they_are_printed() -> None:
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
+    return Steps(monkeypatch)
+
+
+def test_commands_are_read_as_they_are_printed(steps: Steps) -> None:
     found = steps()
-    assert parse(found) == ["export", "serve", "heal", "eval", "generate", "predict", "scan", "search", "explore"]
+    goes_on = ["calibrate", "scan", "search", "explore"]
+    assert parse(found) == ["export", "serve", "heal", "eval", "generate", "predict", *goes_on]
     exported, served = (shlex.split(one.command) for one in found[:2])
     assert exported == ["surgeon", "export", "out of it/knee.yaml", "-o", "out of it/exported"]
     assert served == ["surgeon", "serve", "out of it/exported", "--tp", "2"]
-    assert all("--data 'my text.txt' --separator '<|end|>'" in found[place].command for place in (2, 3, 6, 7, 8))
-    assert "--operation prune,lp --screen -o 'out of it/round-2/scan'" in found[6].command
-    assert "--using 'out of it/round-2/scan' --using 'out of it/round-2/similarity'" in found[7].command
-    assert "--space pair,drop:layers --budget depth=8 " in found[7].command
+    assert all("--data 'my text.txt' --separator '<|end|>'" in found[place].command for place in (2, 3, 7, 8, 9))
+    assert found[6].command == "surgeon calibrate 'a model' -o 'out of it/this-machine.yaml'"
+    assert "--screen -o 'out of it/round-2/scan' --operation prune,lp" in found[7].command
+    assert "--using 'out of it/round-2/scan' --using 'out of it/round-2/similarity'" in found[8].command
+    assert "--space pair,drop:layers --budget depth=8 " in found[8].command
     assert "--sweep ranks=1..4,batch=1..64" in found[5].command
-    assert found[8].command.endswith("--minutes 15 --hardware 'my machine.yaml' --memory 2GB -o 'out of it'")
+    assert found[9].command.endswith("--minutes 15 --hardware 'my machine.yaml' --memory 2GB -o 'out of it'")
 
 
-def test_commands_are_those_that_work() -> None:
-    assert parse(steps(search=None)) == ["scan", "explore"]
-    assert parse(steps(search=None, scan=None)) == ["explore"]
-    assert "explore" not in parse(steps(can_go_on=False))
-    assert "generate" not in parse(steps(drafts=False))
-    untrained = Check.of([Verdict("export", "lp", "part"), Verdict("train", "heal edited", "no")])
-    assert parse(steps(checked=untrained))[:3] == ["export", "serve", "eval"]
-    edited = Check.of([Verdict("export", "lp", "no"), Verdict("train", "heal edited", "yes")])
-    assert parse(steps(checked=edited))[0] == "eval"
-    fine = steps(scanned={"every": 1}, record={"data": "demo", "separator": None}, ranks=1)
-    assert "--operation all" in fine[6].command
+def test_commands_are_those_that_work(steps: Steps) -> None:
+    assert parse(steps(found=None)) == ["calibrate", "scan", "explore"]
+    assert parse(steps(found=None, scanned=None, here="l4")) == ["explore"]
+    assert "explore" not in parse(steps(record={"done": ["round-5/search"]}))
+    steps.drafts = "no"
+    assert "generate" not in parse(steps())
+    steps.drafts = "yes"
+    untrained = [Verdict("export", "lp", "part"), Verdict("train", "heal edited", "no")]
+    assert parse(steps(answers=untrained))[:3] == ["export", "serve", "eval"]
+    edited = [Verdict("export", "lp", "no"), Verdict("train", "heal edited", "yes")]
+    assert parse(steps(answers=edited))[0] == "eval"
+    fine = steps(scan={"every": 1}, record={"data": "demo", "separator": None}, able=1)
+    assert "--operation all" in fine[7].command
     assert "--data demo:train --eval-data demo " in fine[2].command
     assert "--tp" not in fine[1].command + fine[4].command
-    assert "without 3 cells" not in fine[6].why
-    cut = steps(scanned={"every": 1, "cells_missing": 3})
-    assert "every stretch, but for 3 cells for which there was no time" in cut[6].why
-    assert "--operation prune,lp" in cut[6].command
+    assert "without 3 cells" not in fine[7].why
+    cut = steps(scan={"every": 1, "cells_missing": 3})
+    assert "every stretch, but for 3 cells for which there was no time" in cut[7].why
+    assert "--operation prune,lp" in cut[7].command
 
 
 def test_what_cannot_be_explored_is_said_at_once(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -149,24 +177,24 @@ class Passes:
         self.ran: list[str] = []
         self.ends: set[str] = set()
         self.seconds, self.now, self.limits = seconds, 0.0, list[float]()
+        self.drawn = 0
         patched.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now, process_time=lambda: 0.0))
-        patched.setattr(module, "_free_share", lambda: 1.0)
-        patched.setattr(module, "_in_words", str)
+        patched.setattr(module, "_figures", str)
         patched.setattr(module, "time_limit", self._limit)
         for name in ("scan", "similarity", "search"):
             patched.setattr(module, name, self._pass(name))
         patched.setattr(module.Exploring, "draw", self._drawing())
-        patched.setattr(module.Exploring, "_measure_machine", lambda _: self.ran.append("machine"))
         opened = surgeon.open(model)
         answers = [Verdict("scan", "lp", "yes"), Verdict("scan", "similarity", "yes"), Verdict("search", "pair", "yes")]
+        checked = Check.of(answers, facts={"model": "tiny: four layers"})
         record = {"model": "tiny", "model_hash": opened.hash, "format": provenance("", "")["format"]}
         record |= {"command": "surgeon explore", "data": "a.txt", "separator": None, "memory": None, "hardware": []}
         rounds = plan_rounds(opened.num_layers, 64, 1 << 20)
         self.said: list[str] = []
         self.exploring = module.Exploring(
-            opened, "a.txt", Check.of(answers), folder, rounds, record | {"minutes": minutes}, [], self.said.append, 0.0
+            opened, "a.txt", checked, folder, rounds, record | {"minutes": minutes}, [], self.said.append, 0.0
         )
-        self.exploring.go_on_with_the_folder()
+        self.exploring.resume()
 
     def _limit(self, seconds: float) -> Any:
         self.limits.append(seconds)
@@ -184,18 +212,18 @@ class Passes:
         return work
 
     def _drawing(self) -> Any:
-        def draw(exploring: Any) -> None:
+        def draw(_: Any) -> str:
             self.now += 2.0
-            exploring.undrawn = 0.0
-            exploring.drawing = 2.0
+            self.drawn += 1
+            return "the page"
 
         return draw
 
     def go(self) -> list[str]:
-        """Measure all rounds; returns what ran."""
+        """Explore; returns what ran."""
         self.ran = []
-        for one in self.exploring.rounds:
-            self.exploring.measure(one)
+        self.drawn = 0
+        assert self.exploring.run() == "the page"
         return self.ran
 
 
@@ -210,13 +238,13 @@ def test_rounds_go_on_until_the_time_is_over(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes = Passes(monkeypatch, tmp_path / "out", tiny_checkpoint, minutes=60, seconds=10)
-    ran = passes.go()
-    assert ran[:6] + ran[7:] == names(5)
-    assert ran[6] == "machine"
+    assert passes.go() == names(5)
+    assert passes.drawn == 5
     short = Passes(monkeypatch, tmp_path / "short", tiny_checkpoint, minutes=1, seconds=10)
     short.ends = {"search"}
     assert short.go() == [*names(1)]
-    assert short.now == pytest.approx(60 - 2 * 2 + 2)  # pictures and the page come behind what is measured
+    assert short.now == pytest.approx(60 - 6 + 2)  # a tenth is kept for the page, which took 2 seconds
+    assert short.drawn == 1
     assert short.exploring.record["done"] == names(1)[:2]
     assert short.exploring.steps["search 1"][0] == "the time was over before its end"
 
@@ -260,30 +288,6 @@ def test_an_interruption_keeps_what_was_found(
     kept = Exploration.read(tmp_path / "out")
     assert kept.record["done"] == names(1)[:2]
     assert kept.steps.set_index("step")["seconds"]["search 1"] == 7
-
-
-def test_other_work_is_said_and_does_not_stop_it(
-    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    passes = Passes(monkeypatch, tmp_path / "out", tiny_checkpoint, minutes=60, seconds=10)
-    monkeypatch.setattr(module, "_free_share", lambda: 0.4)
-    assert len(passes.go()) == 16
-    assert [line for line in passes.said if "other work" in line] == [
-        "other work slows this machine: 40% of its processors are free; going on with these"
-    ]
-    kept = Exploration.read(tmp_path / "out")
-    assert kept.slowed == "other work slowed this machine: at times 40% of its processors were free"
-    assert kept.slowed in " ".join(str(kept).split())
-
-
-def test_little_time_on_a_busy_machine_is_not_kept_for_the_page(
-    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    passes = Passes(monkeypatch, tmp_path / "out", tiny_checkpoint, minutes=0.5, seconds=10)
-    monkeypatch.setattr(module, "_free_share", lambda: 0.05)
-    passes.exploring.go_on_with_the_folder()
-    assert passes.exploring.left == pytest.approx(0.8 * 30)
-    assert passes.go()[0] == "round-1/scan"
 
 
 def test_the_page_has_the_scan_with_most_cells(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import surgeon
-from surgeon.findings.families import FamilyTable
+from surgeon.findings.check import FamilyTable
 from surgeon.models.families import FAMILIES
 from surgeon.models.wrappers import WRAPPERS
 from tests.selection import case

@@ -13,7 +13,7 @@ from matplotlib.image import imread
 
 from surgeon.commands.predictions import predict_drafts
 from surgeon.cost.hardware_file import parse_hardware
-from surgeon.findings.drafts import DraftRun
+from surgeon.findings.prediction import DraftRun
 from tests.commands.conftest import Run
 from tests.cost.examples import ROUND, SIZES
 

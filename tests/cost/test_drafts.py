@@ -9,8 +9,8 @@ import pytest
 
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.drafts import DraftPrices, predict_drafting
+from surgeon.cost.plans import USABLE
 from surgeon.cost.predict import predict
-from surgeon.cost.room import USABLE
 from surgeon.cost.workload import Workload
 from surgeon.language.operations.variants import variant
 from surgeon.language.program import Program

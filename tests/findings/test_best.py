@@ -8,7 +8,7 @@ from typing import Any
 from PIL import Image
 
 from surgeon.cost.best import Choice, Extent, choice_table, describe_reaches
-from surgeon.findings.best import BestPrograms
+from surgeon.findings.prediction import BestPrograms
 
 DENSE: Any = object()  # only whether it is there is asked
 FOUND = [

@@ -18,7 +18,7 @@ from surgeon.analysis.cells import HEATMAPS, select
 from surgeon.findings.drawing import Picture
 from surgeon.findings.maps import CAP, Map
 from surgeon.findings.scan import Scan
-from surgeon.findings.scan_maps import grid
+from surgeon.findings.scan_pictures import grid
 
 BASE = 10.0
 OVER_STRETCHES = tuple(name for name, one in HEATMAPS.items() if one.varied is None)

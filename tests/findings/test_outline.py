@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from surgeon.findings.outline import LayersInOrder, LeftOut, Same, outline, outline_text
-from surgeon.findings.program import draw_program
+from surgeon.findings.program import LayersInOrder, LeftOut, Same, draw_program, outline, outline_text
 from surgeon.language.operations import ladder, lowrank, pair, parallel, prune, shuffle, tracks
 from surgeon.language.program import Program
 from surgeon.language.sublayer import LayerShapes

@@ -27,10 +27,10 @@ from surgeon.runtime.comm.link import Link
 from surgeon.runtime.service import Service
 from surgeon.runtime.service_options import ServiceOptions
 from surgeon.runtime.stream import Stream
-from surgeon.runtime.worker.messages import Progress, Recorded
+from surgeon.runtime.worker.leader import Progress, Recorded
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.rank import gpu_room
-from surgeon.runtime.worker.rank_process import RankFailed
+from surgeon.runtime.worker.ranks import RankFailed
 from tests.tiny_models import damage, save_checkpoint
 from tests.waiting import PATIENCE, takes_less_than, wait_until
 

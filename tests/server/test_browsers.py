@@ -10,7 +10,7 @@ import httpx2
 import pytest
 
 from surgeon.commands.serve import warn_if_open
-from surgeon.server.gate import check_origin
+from surgeon.server.state import check_origin
 
 if TYPE_CHECKING:
     from tests.server.servers import Server

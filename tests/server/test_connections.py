@@ -19,8 +19,8 @@ import psutil
 import pytest
 import uvicorn
 
-from surgeon.server.gate import with_browsers
 from surgeon.server.run import Connection, Patience, Quiet, files_left, full, patience_for
+from surgeon.server.state import with_browsers
 from tests.server.servers import Server
 from tests.waiting import PATIENCE, wait_until
 

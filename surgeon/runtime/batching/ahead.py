@@ -190,7 +190,6 @@ class PassTimes:
 
     @property
     def known(self) -> bool:
-        """Whether any was measured."""
         return bool(self._sizes)
 
     def knows(self, tokens: int) -> bool:

@@ -243,7 +243,7 @@ class Stats(Tally):
         free_blocks: that no request uses; later requests may still share some of them.
         passes: forward passes.
         drafting_passes: of these, those that drafted.
-        halved_passes: of these, those that were computed in two halves (model/halves.py).
+        halved_passes: of these, those that were computed in two halves (model/dynamic.py).
         all_reduces, all_gathers, bytes: on rank 0, those of the vocabulary included; bytes are of their operands.
     """
 

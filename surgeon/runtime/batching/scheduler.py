@@ -149,7 +149,6 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether no request is open."""
         return not self.running and not self.waiting
 
     def submit(self, request: Request) -> None:

@@ -66,7 +66,7 @@ Halves = tuple[list[Row], list[Row]]
 
 
 def halves_of(rows: Several[Row]) -> Halves | None:
-    """Rows in two halves that take turns (model/halves.py), their tokens in the same order; None if that cannot be.
+    """Rows in two halves that take turns (model/dynamic.py), their tokens in the same order; None if that cannot be.
 
     The row in the middle is cut if it is long enough, and otherwise in the half that is nearer.
     """

@@ -1,8 +1,8 @@
 """Collectives: a small interface that counts calls and bytes, and what implements it.
 
 A rank talks to the others through one `Collectives` per group of ranks. They are asynchronous: `all_reduce` starts one
-and returns a function that waits for it, so that several can be in flight; who waits at once can say so. `link.py`,
-`quantised.py` and `by_size.py` wrap others.
+and returns a function that waits for it, so that several can be in flight; who waits at once can say so. Those of
+`link.py`, `quantised.py` and `symmetric_memory.py` lie around others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch does export them
 
-from surgeon.processes.store import StoreAddress
+from surgeon.processes.rendezvous import StoreAddress
 from surgeon.runtime.kernels.recording import Recording
 from surgeon.runtime.plan.placement import Group
 
@@ -46,7 +46,6 @@ class Counts:
         return self.all_reduces, self.all_gathers, self.bytes
 
     def copy(self) -> Counts:
-        """The counts as they are now."""
         return Counts(*self._each())
 
 
@@ -145,6 +144,55 @@ class Collectives(ABC):
 
     @abstractmethod
     def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]: ...
+
+
+class Around(Collectives):
+    """Other collectives of the same ranks, which do all that is not done otherwise here.
+
+    Attributes:
+        inner: the others.
+    """
+
+    def __init__(self, inner: Collectives) -> None:
+        super().__init__(inner.rank, inner.group)
+        self.inner = inner
+
+    @abstractmethod
+    def around(self, inner: Collectives) -> Collectives:
+        """The same around others, of these ranks or of some of them."""
+
+    @property
+    def exact(self) -> Collectives:
+        exact = self.inner.exact
+        if exact is self.inner:
+            return self
+        return self.around(exact)
+
+    @property
+    def capturable(self) -> bool:
+        return self.inner.capturable
+
+    @property
+    def recordable(self) -> bool:
+        return self.inner.recordable
+
+    def recorded(self, recording: Recording) -> Collectives:
+        return self.around(self.inner.recorded(recording))
+
+    def failure(self) -> TimeoutError | None:
+        return self.inner.failure()
+
+    def _connect(self, group: Group) -> Collectives:
+        return self.around(self.inner.subgroup(group))
+
+    def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return self.inner._all_reduce(tensor)
+
+    def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return self.inner._all_gather(tensor)
+
+    def _gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return self.inner._gather(tensor)
 
 
 class Unconnected(Collectives):

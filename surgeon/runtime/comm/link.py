@@ -11,13 +11,11 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
 from surgeon.memory import parse_size, show_size
-from surgeon.runtime.comm.collectives import Collectives
-from surgeon.runtime.plan.placement import Group
+from surgeon.runtime.comm.collectives import Around, Collectives
 
 SPIN_SECONDS = 0.0002  # a sleep may end this much late
 
@@ -74,21 +72,10 @@ def parse_seconds(text: str) -> float:
     return float(match[1]) / {"s": 1, "ms": 1_000, "us": 1_000_000}[match[2]]
 
 
-class Clock(Protocol):
-    """What tells the time and lets it pass."""
-
-    def now(self) -> float:
-        """Seconds."""
-
-    def wait_until(self, when: float) -> None:
-        """Return when it is this late, or later."""
-
-
-class SystemClock(Clock):
+class SystemClock:
     """The machine's clock."""
 
     def now(self) -> float:
-        """Seconds since some moment."""
         return time.perf_counter()
 
     def wait_until(self, when: float) -> None:
@@ -103,7 +90,7 @@ class SystemClock(Clock):
 class Line:
     """One rank's link as it is used: transfers in flight share the bandwidth, one after the other."""
 
-    def __init__(self, link: Link, clock: Clock) -> None:
+    def __init__(self, link: Link, clock: SystemClock) -> None:
         self.link = link
         self.clock = clock
         self.free_from = -math.inf
@@ -114,25 +101,29 @@ class Line:
         return self.free_from + self.link.delay
 
 
-class EmulatedLink(Collectives):
+class EmulatedLink(Around):
     """Other collectives, as if there were a link of a certain delay and bandwidth between the ranks.
 
     A rank of n sends 2 (n - 1) / n of its bytes in an all-reduce and n - 1 times its bytes in an all-gather, as around
-    a ring: for two ranks, its bytes.
+    a ring: for two ranks, its bytes. It waits in Python.
     """
 
-    def __init__(self, inner: Collectives, link: Link, clock: Clock | None = None, line: Line | None = None) -> None:
+    capturable = False
+    recordable = False
+
+    def __init__(
+        self, inner: Collectives, link: Link, clock: SystemClock | None = None, line: Line | None = None
+    ) -> None:
         """Wrap.
 
         Args:
             line: that another group of the same rank sends through too; by default one of its own.
         """
-        super().__init__(inner.rank, inner.group)
-        self.inner = inner
+        super().__init__(inner)
         self.line = line or Line(link, clock or SystemClock())
 
-    def _connect(self, group: Group) -> Collectives:
-        return EmulatedLink(self.inner.subgroup(group), self.line.link, line=self.line)
+    def around(self, inner: Collectives) -> Collectives:
+        return EmulatedLink(inner, self.line.link, line=self.line)
 
     def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
         others = len(self.group) - 1
@@ -142,6 +133,8 @@ class EmulatedLink(Collectives):
     def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
         end = self.line.send((len(self.group) - 1) * tensor.nbytes)
         return self._ending_at(end, self.inner._all_gather(tensor))
+
+    _gather = _all_gather
 
     def _ending_at(self, end: float, wait: Callable[[], Tensor]) -> Callable[[], Tensor]:
         def wait_longer() -> Tensor:

@@ -1,8 +1,11 @@
-"""One-way pipes from rank 0 to the other ranks, for what each pass is to compute.
+"""How ranks tell each other what to compute: one-way pipes from rank 0 to the others, or a ring.
 
-A reader looks for the next message without sleeping for about as long as rank 0 takes between two passes, then sleeps
-until one comes, so that ranks with nothing to do use no processor. A pipe costs some microseconds per message (a
+A pipe's reader looks for the next message without sleeping for about as long as rank 0 takes between two passes, then
+sleeps until one comes, so that ranks with nothing to do use no processor. A pipe costs some microseconds per message (a
 collective of gloo costs milliseconds), is the same for ranks on CPUs and GPUs, and closes when rank 0 ends.
+
+In a ring ranks work one behind the other: each sends to the next one, and the last one to the first, by sockets. A link
+is emulated as in link.py: a message is looked at when it would have arrived.
 """
 
 from __future__ import annotations
@@ -11,9 +14,18 @@ import os
 import pickle
 import select
 import struct
+import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any
+
+import torch
+from torch import Tensor
+
+from surgeon.runtime.comm.link import Line, Link, SystemClock
 
 SPIN_SECONDS = 0.002
 _LENGTH = struct.Struct("<I")
@@ -76,3 +88,51 @@ class Receiver:
         if not data:
             raise ConnectionError("rank 0 has closed its connection")
         self._buffer += data
+
+
+class Ring:
+    """One rank's place in it.
+
+    Args:
+        onward, inward: the connections to the next rank, and to the one before.
+        link: that is emulated towards the next rank, if any.
+    """
+
+    def __init__(self, onward: Connection, inward: Connection, link: Link | None = None) -> None:
+        self._onward = onward
+        self._line = None if link is None else Line(link, SystemClock())
+        self._arrived: SimpleQueue[bytes | None] = SimpleQueue()
+        # Whatever this rank does, the one before gets rid of what it sends: else all could wait for each other.
+        threading.Thread(target=self._read, args=(inward,), daemon=True).start()
+
+    def _read(self, inward: Connection) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                self._arrived.put(inward.recv_bytes())
+        self._arrived.put(None)
+
+    def send(self, message: Any, stream: Tensor | None = None) -> None:
+        """Send a message on, with a stream, (tokens, hidden), if any."""
+        kind = None
+        numbers = b""
+        if stream is not None:
+            kind = stream.dtype, stream.shape
+            numbers = stream.contiguous().view(torch.uint8).numpy().tobytes()
+        due = 0.0 if self._line is None else self._line.send(len(numbers))
+        self._onward.send_bytes(pickle.dumps((message, due, kind, numbers), protocol=pickle.HIGHEST_PROTOCOL))
+
+    def receive(self) -> tuple[Any, Tensor]:
+        """Wait for the next message and the stream that comes with it, which may be of no tokens.
+
+        Raises:
+            ConnectionError: if the rank before has ended.
+        """
+        arrived = self._arrived.get()
+        if arrived is None:
+            raise ConnectionError("the rank before this one has closed its connection")
+        message, due, kind, numbers = pickle.loads(arrived)
+        SystemClock().wait_until(due)
+        if not numbers:
+            return message, torch.empty(0)
+        dtype, shape = kind
+        return message, torch.frombuffer(bytearray(numbers), dtype=dtype).view(shape)

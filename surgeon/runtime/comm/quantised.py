@@ -18,8 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from surgeon.runtime.comm.collectives import Collectives, Counts
-from surgeon.runtime.plan.placement import Group
+from surgeon.runtime.comm.collectives import Around, Collectives, Counts
 
 Compression = Literal["int8", "int4"]
 
@@ -122,24 +121,24 @@ class Packing:
         return pairs[..., : self.width].to(torch.int8) - 8
 
 
-class Compressed(Collectives):
+class Compressed(Around):
     """Other collectives, whose reductions of floating-point numbers send integers; all-gathers stay as they are.
 
     A reduction is counted as what it is on the wire: an all-gather of the packed bytes.
     """
 
+    recordable = False
+
     def __init__(self, inner: Collectives, kind: Compression) -> None:
-        super().__init__(inner.rank, inner.group)
-        self.inner = inner
+        super().__init__(inner)
         self.kind: Compression = kind
+
+    def around(self, inner: Collectives) -> Collectives:
+        return Compressed(inner, self.kind)
 
     @property
     def exact(self) -> Collectives:
         return self.inner
-
-    @property
-    def capturable(self) -> bool:
-        return self.inner.capturable
 
     def all_reduce(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:
         """Start summing a tensor over the group, approximately; waiting on the result gives the sum."""
@@ -149,15 +148,5 @@ class Compressed(Collectives):
         wait = self.inner.start_all_gather(packing.pack(tensor), counts, at_once)
         return lambda: packing.unpack(wait()).sum(0).to(packing.dtype).view(packing.shape)
 
-    def start_all_gather(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:
-        """The group's tensors, exactly."""
-        return self.inner.start_all_gather(tensor, counts, at_once)
-
-    def _connect(self, group: Group) -> Collectives:
-        return Compressed(self.inner.subgroup(group), self.kind)
-
     def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
         return self.all_reduce(tensor, Counts())
-
-    def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
-        return self.inner._all_gather(tensor)

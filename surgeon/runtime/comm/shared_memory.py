@@ -134,8 +134,7 @@ class SharedMemoryCollectives(Collectives):
         return True
 
     def recorded(self, recording: Recording) -> Collectives:
-        """The same ranks while a pass is recorded."""
-        return RecordedExchanges(self, self.exchanges, self.in_flight, recording)
+        return RecordedExchanges(self, recording)
 
     def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
         exchanges = [self._start(piece, _add) for piece in _pieces(tensor)]
@@ -184,7 +183,11 @@ class SharedMemoryCollectives(Collectives):
             while words[flag] < number and spins:
                 spins -= 1
             if words[flag] < number:
-                self._sleep_until(flag, number, member, began)
+                while words[flag] < number:
+                    waited = time.monotonic() - began
+                    if waited >= TIMEOUT.total_seconds():
+                        raise self._in_vain(waited, member)
+                    time.sleep(min(max(SLEEP_SECONDS, LATENESS * waited), LONGEST_SLEEP_SECONDS))
                 longer = time.monotonic() - began < SPIN_SECONDS
                 self.spins = max(FEWEST_SPINS, min(2 * self.spins if longer else self.spins // 2, self.most_spins))
 
@@ -197,14 +200,6 @@ class SharedMemoryCollectives(Collectives):
 
     def _in_vain(self, waited: float, member: int) -> TimeoutError:
         return TimeoutError(f"rank {self.rank} has waited {waited:.0f} s for rank {self.group[member]}, in vain")
-
-    def _sleep_until(self, flag: int, number: int, member: int, began: float) -> None:
-        while self.words[flag] < number:
-            waited = time.monotonic() - began
-            if waited < TIMEOUT.total_seconds():
-                time.sleep(min(max(SLEEP_SECONDS, LATENESS * waited), LONGEST_SLEEP_SECONDS))
-            else:
-                raise self._in_vain(waited, member)
 
 
 class _Exchange:
@@ -243,19 +238,9 @@ class RecordedExchanges(Collectives):
     A replay makes the exchanges without Python in between.
     """
 
-    def __init__(
-        self, collectives: Collectives, exchanges: Exchanges, in_flight: Sequence[object], recording: Recording
-    ) -> None:
-        """Wrap the collectives.
-
-        Args:
-            exchanges: as a replay will know them.
-            in_flight: what is, by slot; None for nothing.
-        """
+    def __init__(self, collectives: SharedMemoryCollectives, recording: Recording) -> None:
         super().__init__(collectives.rank, collectives.group)
         self._collectives = collectives
-        self._exchanges = exchanges
-        self._in_flight = in_flight
         self._recording = recording
 
     def _connect(self, group: Group) -> Collectives:
@@ -282,11 +267,11 @@ class RecordedExchanges(Collectives):
             shape: of the result.
         """
         recording = self._recording
-        exchanges = self._exchanges
+        exchanges = self._collectives.exchanges
         count = tensor.numel()
         if tensor.dtype != torch.float32 or tensor.nbytes > exchanges.room_bytes or not tensor.is_contiguous():
             recording.fail(f"an exchange of {tensor.nbytes} bytes of {tensor.dtype}")
-        if self._in_flight[exchanges.started % exchanges.slots] is not None:
+        if self._collectives.in_flight[exchanges.started % exchanges.slots] is not None:
             recording.fail(f"more than {exchanges.slots} exchanges in flight")
         recording.note("start_exchange", addressof(exchanges), tensor.data_ptr(), count)
         number = exchanges.started

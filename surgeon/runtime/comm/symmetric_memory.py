@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from statistics import median
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,30 +20,61 @@ from torch import Tensor
 
 from surgeon.errors import first_line
 from surgeon.memory import show_size
-from surgeon.runtime.comm.collectives import Collectives, Counts, TorchCollectives
-from surgeon.runtime.plan.placement import Group
+from surgeon.runtime.comm.collectives import Around, Collectives, Counts, TorchCollectives
+
+MOST_BYTES = 4 << 20
+SIZES = tuple(1 << power for power in range(12, 23, 2))  # bytes of operands whose sums are timed
+ROUNDS = 10
+WARM_UPS = 3
+DTYPES = torch.float32, torch.bfloat16  # of which these operations take operands
+Operation = Callable[[Tensor, str, Tensor], object]  # of an operand in that memory, the group's name, and the result
 
 
-class SmallSum(Protocol):
-    """A way of summing small operands in place, on the current stream."""
+def _multimem(operand: Tensor, group: str, result: Tensor) -> None:
+    torch.ops.symm_mem.multimem_all_reduce_(operand, "sum", group)
+    result.copy_(operand)
 
-    name: str
+
+OPERATIONS: dict[str, Operation] = {
+    "one shot": lambda operand, group, result: torch.ops.symm_mem.one_shot_all_reduce_out(
+        operand, "sum", group, result
+    ),
+    "two shots": lambda operand, group, result: torch.ops.symm_mem.two_shot_all_reduce_out(
+        operand, "sum", group, result
+    ),
+    "multimem": _multimem,
+}
+
+
+class SymmetricSum:
+    """One of these operations, on the memory of a group: sums small operands in place, on the current stream."""
+
+    def __init__(self, name: str, ranks: int, group: str, rooms: tuple[Tensor, Tensor]) -> None:
+        self.name = name
+        self._alignment = 16 * ranks
+        self._group = group
+        self._rooms = rooms
 
     def fits(self, tensor: Tensor) -> bool:
-        """Whether it can sum such tensors."""
+        """Whether it is of a dtype and size that the operation takes."""
+        return tensor.dtype in DTYPES and tensor.nbytes <= MOST_BYTES and not tensor.nbytes % self._alignment
 
     def __call__(self, tensor: Tensor, aside: bool) -> None:
         """Sum one; those on the side stream have room of their own, because two may be summed at a time."""
+        flat = tensor.view(-1)
+        operand = self._rooms[aside][: tensor.nbytes].view(tensor.dtype)
+        operand.copy_(flat)
+        OPERATIONS[self.name](operand, self._group, flat)
 
 
 class Bound(NamedTuple):
     """Operands up to so many bytes go one way."""
 
     bytes: int
-    way: SmallSum
+    way: SymmetricSum
 
 
-def bounds(ways: Sequence[SmallSum], seconds: Mapping[int, Sequence[float]]) -> tuple[Bound, ...]:
+def bounds(ways: Sequence[SymmetricSum], seconds: Mapping[int, Sequence[float]]) -> tuple[Bound, ...]:
     """Which way is fastest up to how many bytes, from the smallest operand up to where no way is faster than without.
 
     Args:
@@ -78,7 +109,7 @@ class SideStream:
         return lambda: self._cuda.current_stream(self._device).wait_event(event)
 
 
-class BySize(Collectives):
+class BySize(Around):
     """Other collectives, whose small sums go other ways."""
 
     def __init__(
@@ -93,8 +124,7 @@ class BySize(Collectives):
         Args:
             connect: makes the same of some of the ranks.
         """
-        super().__init__(inner.rank, inner.group)
-        self.inner = inner
+        super().__init__(inner)
         self.chosen = tuple(chosen)
         self._side = side
         self._wrapped = connect
@@ -102,14 +132,10 @@ class BySize(Collectives):
     def __str__(self) -> str:
         return ", ".join([*(f"{way.name} up to {show_size(size)}" for size, way in self.chosen), "NCCL above"])
 
-    @property
-    def capturable(self) -> bool:
-        return self.inner.capturable
+    def around(self, inner: Collectives) -> Collectives:
+        return self._wrapped(inner)
 
-    def _connect(self, group: Group) -> Collectives:
-        return self._wrapped(self.inner.subgroup(group))
-
-    def _way(self, tensor: Tensor) -> SmallSum | None:
+    def _way(self, tensor: Tensor) -> SymmetricSum | None:
         way = next((way for size, way in self.chosen if tensor.nbytes <= size), None)
         if way is not None and tensor.is_contiguous() and way.fits(tensor):
             return way
@@ -133,56 +159,6 @@ class BySize(Collectives):
             return tensor
 
         return wait
-
-    def _gather(self, tensor: Tensor) -> Callable[[], Tensor]:
-        return self.inner._gather(tensor)
-
-    def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
-        return self.inner._all_gather(tensor)
-
-
-MOST_BYTES = 4 << 20
-SIZES = tuple(1 << power for power in range(12, 23, 2))  # bytes of operands whose sums are timed
-ROUNDS = 10
-WARM_UPS = 3
-DTYPES = torch.float32, torch.bfloat16  # of which these operations take operands
-Operation = Callable[[Tensor, str, Tensor], object]  # of an operand in that memory, the group's name, and the result
-
-
-def _multimem(operand: Tensor, group: str, result: Tensor) -> None:
-    torch.ops.symm_mem.multimem_all_reduce_(operand, "sum", group)
-    result.copy_(operand)
-
-
-OPERATIONS: dict[str, Operation] = {
-    "one shot": lambda operand, group, result: torch.ops.symm_mem.one_shot_all_reduce_out(
-        operand, "sum", group, result
-    ),
-    "two shots": lambda operand, group, result: torch.ops.symm_mem.two_shot_all_reduce_out(
-        operand, "sum", group, result
-    ),
-    "multimem": _multimem,
-}
-
-
-class SymmetricSum(SmallSum):
-    """One of these operations, on the memory of a group."""
-
-    def __init__(self, name: str, ranks: int, group: str, rooms: tuple[Tensor, Tensor]) -> None:
-        self.name = name
-        self._alignment = 16 * ranks
-        self._group = group
-        self._rooms = rooms
-
-    def fits(self, tensor: Tensor) -> bool:
-        """Whether it is of a dtype and size that the operation takes."""
-        return tensor.dtype in DTYPES and tensor.nbytes <= MOST_BYTES and not tensor.nbytes % self._alignment
-
-    def __call__(self, tensor: Tensor, aside: bool) -> None:
-        flat = tensor.view(-1)
-        operand = self._rooms[aside][: tensor.nbytes].view(tensor.dtype)
-        operand.copy_(flat)
-        OPERATIONS[self.name](operand, self._group, flat)
 
 
 def with_symmetric_memory(inner: TorchCollectives, device: torch.device) -> Collectives:
@@ -269,7 +245,6 @@ def _holds_everywhere(inner: TorchCollectives, device: torch.device, here: bool)
 
 
 def _sums(inner: TorchCollectives, device: torch.device, numbers: list[list[float]]) -> list[list[float]]:
-    """Of all ranks' numbers."""
     total: list[list[float]] = inner.all_reduce(torch.tensor(numbers, device=device), Counts(), True)().tolist()
     return total
 

@@ -5,6 +5,8 @@ and every one of PyTorch's operations is looked at: what only makes a view of so
 done again, new tensors are given memory of the recording's, sums, multiples and copies are computed by kernels. With
 anything else in it a pass is computed to its end, and there is no recording. What is done again reads and writes the
 same addresses: who wants other numbers computed writes them there.
+
+What a GPU is asked for is recorded as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from ctypes import c_float
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -217,3 +219,40 @@ def _alike(x: object, y: object) -> bool:
     if not (isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape == y.shape):
         return False
     return x.dtype == y.dtype == torch.float32 and x.is_contiguous() and y.is_contiguous()
+
+
+WARM_UPS = 2  # before a recording, in which libraries choose kernels and allocate what a recording may not
+
+T = TypeVar("T")
+
+
+GraphRecorder = Callable[[Callable[[], Any]], Callable[[], Any]]
+"""Takes what computes something and may be called several times; gives what computes it again."""
+
+
+class CudaRecorder:
+    """Records CUDA graphs, which share their memory: each is done with before another one starts."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, compute: Callable[[], T]) -> Callable[[], T]:
+        """Record what a function launches; it is called a few times before, which must do no harm."""
+        current = torch.cuda.current_stream(self._device)
+        aside = torch.cuda.Stream(self._device)
+        aside.wait_stream(current)
+        with torch.cuda.stream(aside):
+            for _ in range(WARM_UPS):
+                compute()
+        current.wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, NCCL's watchdog among them, may ask for events meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            outputs = compute()
+
+        def replay() -> T:
+            graph.replay()
+            return outputs
+
+        return replay

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from surgeon.runtime.batching.request import TokenLogprob
-from surgeon.runtime.batching.sequence import AskedPlaces, Row, asked_of
+from surgeon.runtime.batching.sequence import AskedPlaces, Row, asked_of, halves_of
 from surgeon.runtime.model.attending import Pass
 from surgeon.runtime.model.ends import Index
 from surgeon.runtime.model.paged_cache import PagedCache
-from surgeon.runtime.model.paged_layout import PagedLayout
+from surgeon.runtime.model.paged_layout import PagedLayout, as_index
 from surgeon.runtime.model.rank_model import RankModel, Results, Way
 
 SCORED_TOKENS = 64  # whose logits are computed at a time: those of a long prompt would fill the memory
@@ -25,7 +26,6 @@ class DynamicPasses(Way):
         self.model = model
 
     def fits(self, rows: Sequence[Row]) -> bool:  # noqa: ARG002 - whatever they are
-        """Always."""
         return True
 
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
@@ -43,12 +43,12 @@ class DynamicPasses(Way):
         """The same, but this rank's logits of all tokens."""
         tokens, positions, shared = self.laid_out(rows, cache)
         model = self.model
-        return model.ended(model.stream_after(model.embedded(tokens, positions), shared), shared)
+        return model.ended(model.stream_after(model.embedded(tokens, positions), shared))
 
     def stream(self, rows: Sequence[Row], cache: PagedCache, places: list[int] | None = None) -> Tensor:
         """The stream after the program, (tokens, hidden), of the rows' tokens or of those at some places."""
         tokens, positions, shared = self.laid_out(rows, cache)
-        return self.model.stream_after(self.model.embedded(tokens, positions), shared, places=places)
+        return self.model.stream_after(self.model.embedded(tokens, positions), shared, places)
 
     def laid_out(self, rows: Sequence[Row], cache: PagedCache) -> tuple[Tensor, Index, Pass]:
         """The rows' tokens, (tokens,), their positions, and what their attentions share."""
@@ -71,3 +71,29 @@ class DynamicPasses(Way):
                 found[-1] += model.vocabulary.score(own, tokens, top, model.counts.vocabulary)
             start += len(targets)
         return found
+
+
+class HalvedPasses(DynamicPasses):
+    """Computes any pass that has two halves."""
+
+    def fits(self, rows: Sequence[Row]) -> bool:
+        return halves_of(rows) is not None
+
+    def stream(self, rows: Sequence[Row], cache: PagedCache, places: list[int] | None = None) -> Tensor:
+        """The stream after the program, (tokens, hidden), of the rows' tokens or of those at some places."""
+        halves = halves_of(rows)
+        assert halves is not None, "rows without two halves fit no such pass"
+        self.model.counts.halved += 1
+        tokens, _, passes = zip(*(self.laid_out(half, cache) for half in halves), strict=True)
+        spans = [slice(row.start, row.start + len(row.tokens)) for row in rows]
+        embedded = self.model.embedded(torch.cat(tokens), as_index(spans, self.model.device))
+        sizes = [len(half) for half in tokens]
+        taking_turns = [replace(one, parts=len(passes)) for one in passes]
+        if places is None:
+            return torch.cat(self.model.streams_after(embedded.split(sizes), taking_turns))
+        order = sorted(places)
+        few = [[at for at in order if at < sizes[0]], [at - sizes[0] for at in order if at >= sizes[0]]]
+        stream = torch.cat(self.model.streams_after(embedded.split(sizes), taking_turns, places=few))
+        if order == places:
+            return stream
+        return stream[[order.index(at) for at in places]]

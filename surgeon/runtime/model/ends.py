@@ -150,7 +150,7 @@ class Vocabulary:
         self.rows = -(-plan.vocabulary // plan.ranks)
         self.first = min(rank * self.rows, plan.vocabulary)
         bounds = self.first, min(self.first + self.rows, plan.vocabulary)
-        if not plan.has_vocabulary:
+        if plan.stretch:
             bounds = self.first, self.first
         embedding = read(source, plan, device, f"{family.embedding}.weight", bounds)
         self.like = embedding.new_empty(0)  # no view, which would keep an embedding that has been packed

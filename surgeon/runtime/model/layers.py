@@ -86,7 +86,6 @@ class Norm:
 
     @property
     def by_kernels(self) -> bool:
-        """Whether the kernels for CPUs compute it."""
         return self.kernels is not None
 
     def added(self, stream: Tensor, output: Tensor) -> Tensor:
@@ -224,7 +223,6 @@ class Attention:
 
     @property
     def by_kernels(self) -> bool:
-        """Whether kernels compute all that takes long."""
         maps = self.qkv.by_kernels and self.o.by_kernels
         return maps and self.norm.by_kernels and self.rebuild is None and self.bound is None
 
@@ -322,7 +320,6 @@ class FeedForward:
 
     @property
     def by_kernels(self) -> bool:
-        """Whether kernels compute all that takes long."""
         maps = self.up.by_kernels and self.down.by_kernels
         return maps and self.norm.by_kernels and self.gate is not None
 

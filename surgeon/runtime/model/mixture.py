@@ -74,7 +74,6 @@ class MixtureOfExperts:
 
     @property
     def by_kernels(self) -> bool:
-        """Whether kernels compute all that takes long."""
         shared = self.shared is None or (self.shared.by_kernels and self.shared_router is None)
         computed = self.route is not route and self.router.by_kernels and self.norm.by_kernels and shared
         return computed and not self.weighs_inputs

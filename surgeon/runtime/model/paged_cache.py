@@ -60,11 +60,6 @@ class Buffers:
         self.reserve(tokens)
         return self.kept[: tokens * sum(rebuild.columns)].view(tokens, -1)
 
-    def for_rebuilt(self, rebuild: Rebuild, tokens: int) -> Tensor:
-        """Room for their keys and values, (2, N, K * D)."""
-        self.reserve(tokens)
-        return self.rebuilt[: 2 * tokens * rebuild.width].view(2, tokens, -1)
-
 
 class PagedCache:
     """Room for keys and values of every attention of one rank's work, or for what these are rebuilt of.
@@ -122,12 +117,10 @@ class PagedCache:
 
     @property
     def tokens(self) -> int:
-        """How many it has places for."""
         return self.stored.shape[2]
 
     @property
     def nbytes(self) -> int:
-        """Memory of all slots."""
         return self.stored.nbytes + sum(slot.nbytes for slot in self.low_rank.values())
 
     def lent(self, slots: Sequence[int], own: Sequence[int] = ()) -> PagedCache:
@@ -165,7 +158,9 @@ class PagedCache:
             angles: of the tokens' positions.
         """
         rebuild = self.rebuilds[slot]
-        return rebuild(kept, angles, self.buffers.for_rebuilt(rebuild, len(kept)))
+        self.buffers.reserve(len(kept))
+        room = self.buffers.rebuilt[: 2 * len(kept) * rebuild.width].view(2, len(kept), -1)
+        return rebuild(kept, angles, room)
 
 
 def stretches(runs: Sequence[BlockRun], first: int, end: int) -> list[slice]:

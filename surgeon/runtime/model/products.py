@@ -149,13 +149,10 @@ def laid_out(weight: Tensor, packs: bool = True) -> Product:
         kernels = kernels_for(weight)
         if kernels is not None:
             return Panels(weight, kernels)
-        if torch.backends.mkldnn.is_available() and _pays_in_onednn(weight):
+        pays = len(weight) > 0 and -len(weight) % PANEL <= MOST_FILLING * len(weight)
+        if torch.backends.mkldnn.is_available() and pays:
             return Packed(weight)
     return Transposed(weight.t().contiguous())
-
-
-def _pays_in_onednn(weight: Tensor) -> bool:
-    return weight.numel() > 0 and -len(weight) % PANEL <= MOST_FILLING * len(weight)
 
 
 def _is_packable(weight: Tensor) -> bool:

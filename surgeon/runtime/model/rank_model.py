@@ -1,29 +1,34 @@
 """A whole model on one rank, from tokens to logits: the program, and what lies before and behind it.
 
 `RankModel` knows nothing of passes. Each way of computing one (`Way`) has a file of its own: dynamic.py for whatever
-rows there are, recorded.py and static_decode.py for those that add one token to each text. The engine (engine.py)
-chooses among them.
+rows there are, recorded.py and static_decode.py for those that add one token to each text. The engine (engine.py) has
+a model, and chooses among them.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from surgeon.checkpoint.random_weights import open_weights
+from surgeon.checkpoint.tensor_file import TensorFile
+from surgeon.models.weights import ModelWeights
 from surgeon.runtime.batching.request import TokenLogprob
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.comm.collectives import Collectives
-from surgeon.runtime.model.attending import Attend, AttendRaw, Pass
-from surgeon.runtime.model.ends import Ends, Index, Vocabulary
+from surgeon.runtime.kernels.recording import Recording
+from surgeon.runtime.model.attending import Attend, AttendRaw, Pass, Weighting
+from surgeon.runtime.model.ends import Ends, Index, Vocabulary, final_norm
+from surgeon.runtime.model.layers import Rebuild
 from surgeon.runtime.model.paged_cache import PagedCache, angles_at
 from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.model.rotary import AllAngles, rotation, turned
-from surgeon.runtime.plan.specification import Plan
+from surgeon.runtime.plan.specification import CodaPlan, Plan
 
 
 class Results(NamedTuple):
@@ -75,6 +80,9 @@ class RankModel(RankProgram):
     Attributes:
         vocabulary: its rows of the embedding and of the output head.
         ends: what becomes of embedded tokens, and the final norm.
+        coda: behind the program, if any; the model predicts by it, but where ranks have stretches of the program.
+        arriving: of a stretch that embeds no tokens, the stream before it.
+        watcher: takes note of when a recorded pass has computed what spans of it were noted for (`recording.spanned`).
     """
 
     def __init__(
@@ -86,6 +94,7 @@ class RankModel(RankProgram):
             beside: what this rank has loaded already; weights that are the same are there once.
         """
         super().__init__(plan, collectives, device)
+        self.coda: RankCoda | None = None
         source = open_weights(plan.folder, plan.family, plan.head_dim, device)
         alike = [other for other in beside if self.has_weights_of(other)]
         self.load(source, alike)
@@ -100,16 +109,33 @@ class RankModel(RankProgram):
         )
         self.ends: Ends = alike[0].ends if alike else Ends(source, plan, device)
         self._angles = self._angles_of(0)
+        if plan.coda is not None:
+            self.coda = RankCoda(plan.coda, self)
+        self.arriving: Tensor | None = None
+        self.watcher: Callable[[Sequence[tuple[Any, float, float]]], None] | None = None
 
     @property
     def by_kernels(self) -> bool:
         """Whether kernels compute all that takes long."""
-        return all(made.by_kernels for made in self.sublayers.values())
+        programs = (self,) if self.coda is None else (self, self.coda)
+        return all(made.by_kernels for program in programs for made in program.sublayers.values())
 
-    @property
-    def is_recordable(self) -> bool:
-        """Whether passes can be recorded: nothing that ranks send has to be waited for in Python either."""
-        return self.by_kernels and all(one.recordable for one in self.groups.values())
+    @contextmanager
+    def groups_recorded(self, recording: Recording) -> Iterator[None]:
+        with super().groups_recorded(recording):
+            if self.coda is None:
+                yield
+                return
+            with self.coda.groups_recorded(recording):
+                yield
+
+    def kv_heads(self) -> list[int]:
+        """How many KV heads this rank has of each attention, the coda's among them."""
+        return super().kv_heads() + ([] if self.coda is None else self.coda.kv_heads())
+
+    def rebuilds(self) -> dict[int, Rebuild]:
+        """What makes keys and values of what is cached in rank space, by slot, the coda's among them."""
+        return super().rebuilds() | ({} if self.coda is None else self.coda.rebuilds())
 
     def angles_up_to(self, tokens: int) -> AllAngles:
         """Rotary angles of so many positions or more; others than before if those were fewer."""
@@ -138,8 +164,21 @@ class RankModel(RankProgram):
 
     def embedded(self, tokens: Tensor, positions: Index) -> Tensor:
         """The stream before the program, (tokens, hidden), of tokens (tokens,)."""
+        if self.arriving is not None:
+            return self.arriving[: len(tokens)]
         embedded = self.ends.scaled(self.vocabulary.embed(tokens, self.counts.vocabulary))
         return self.ends.placed(embedded, positions)
+
+    def stream_after(self, stream: Tensor, shared: Pass, places: list[int] | None = None) -> Tensor:
+        """The stream after the program and its coda, (tokens, hidden); of a stretch both, side by side."""
+        if self.coda is None:
+            return super().stream_after(stream, shared, places)
+        stream = super().stream_after(stream, shared)
+        self.coda.counts = self.counts
+        behind = self.coda.behind(stream, shared, places)
+        if self.plan.stretch is None:
+            return behind
+        return torch.cat([stream, behind], -1)
 
     def next_logits(
         self,
@@ -149,21 +188,25 @@ class RankModel(RankProgram):
         attend: Attend,
         attend_raw: AttendRaw | None = None,
     ) -> Tensor:
-        """This rank's logits, (texts, rows), of one token (texts,) of each of some texts; nothing waits for a GPU.
+        """What a pass gives (`ended`) of one token (texts,) of each of some texts; nothing waits for a GPU.
 
         Args:
             angles: of all positions up to the last one.
             attend, attend_raw: as of a `Pass`.
         """
         shared = Pass(attend, angles_at(angles, positions), attend_raw, waits=False)
-        return self.ended(self.stream_after(self.embedded(tokens, positions), shared), shared)
+        return self.ended(self.stream_after(self.embedded(tokens, positions), shared))
 
-    def ended(self, stream: Tensor, shared: Pass) -> Tensor:  # noqa: ARG002 - which a coda behind a stretch needs
-        """What a pass gives of the stream behind the program: this rank's logits, (tokens, rows)."""
-        return self.own_logits(stream)
+    def ended(self, stream: Tensor) -> Tensor:
+        """This rank's logits, (tokens, rows), of the stream behind the program; of a stretch that stream."""
+        if self.plan.stretch is None:
+            return self.own_logits(stream)
+        return stream
 
     def own_logits(self, stream: Tensor) -> Tensor:
         """This rank's logits, (tokens, rows), of the stream behind the program."""
+        if self.coda is not None and self.plan.stretch is None:
+            return self.coda.logits(stream)
         return self.vocabulary.logits(self.ends.final_norm(stream))
 
     def whole_logits(self, own: Tensor) -> Tensor:
@@ -183,15 +226,36 @@ class RankModel(RankProgram):
             likeliest = []
         return likeliest, self.whole_logits(own if len(full) == len(wanted) else own[full]) if full else None
 
-    def check_collectives(self) -> None:
-        """See that sums in recorded passes have waited for nobody in vain.
 
-        Raises:
-            TimeoutError: if they have.
-        """
-        for collectives in self.groups.values():
-            if (failure := collectives.failure()) is not None:
-                raise failure
+class RankCoda(RankProgram):
+    """The coda's program; its attentions have the slots of the cache behind those of the rack.
 
-    def replayed(self, spans: Sequence[tuple[Any, float, float]]) -> None:
-        """Take note of when a recorded pass has computed what spans of it were noted for (`recording.spanned`)."""
+    Args:
+        rack: on the same rank.
+
+    Attributes:
+        vocabulary: with the coda's head.
+    """
+
+    def __init__(self, plan: CodaPlan, rack: RankModel) -> None:
+        super().__init__(plan.plan, rack.collectives, rack.device)
+        source = ModelWeights(TensorFile(plan.file), self.plan.family, self.plan.head_dim)
+        self.load(source)
+        self.vocabulary = rack.vocabulary.with_head(source, self.plan, self.device)
+        self._first_slot = len(rack.slots)
+        self._norm = final_norm(source, self.plan, self.device)
+
+    def rebuilds(self) -> dict[int, Rebuild]:
+        return {self._first_slot + slot: rebuild for slot, rebuild in super().rebuilds().items()}
+
+    def behind(self, stream: Tensor, shared: Pass, places: list[int] | None = None) -> Tensor:
+        """The stream behind the coda's layers, (tokens, hidden), given that behind the rack, as `stream_after`."""
+
+        def attend(slot: int, queries: Tensor, kept: Tensor, weighting: Weighting) -> Tensor:
+            return shared.attend(self._first_slot + slot, queries, kept, weighting)
+
+        return self.stream_after(stream, Pass(attend, shared.angles, waits=shared.waits), places)
+
+    def logits(self, stream: Tensor) -> Tensor:
+        """This rank's logits, (tokens, its rows of the vocabulary), of the stream behind the coda's layers."""
+        return self.vocabulary.logits(self._norm(stream))

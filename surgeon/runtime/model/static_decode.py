@@ -11,8 +11,8 @@ in rank space, the keys and values of all texts are copied side by side, as many
 rounded up to a power of two, and masked.
 
 Nothing in it waits for the device until the chosen tokens are read, so that it can be recorded as a CUDA graph
-(cuda_graphs.py), collectives included where they can be (`Collectives.capturable`). Otherwise the same pass runs as it
-is. The program, its executor and the layers are those of every other pass; only attention is another.
+(kernels/recording.py), collectives included where they can be (`Collectives.capturable`). Otherwise the same pass runs
+as it is. The program, its executor and the layers are those of every other pass; only attention is another.
 
 Of a cache in rank space it copies what all texts read into one fixed buffer, and makes their keys and values in
 another one. There a text's number in the batch says where they lie, so that DeInfer's remapping list needs no list.
@@ -34,9 +34,9 @@ from torch import Tensor
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.batching.windows import BLOCK_TOKENS, blocks_for, power_of_two
 from surgeon.runtime.comm.collectives import Counts
+from surgeon.runtime.kernels.recording import GraphRecorder
 from surgeon.runtime.kernels.triton.functions import Placing, TextBlocks
 from surgeon.runtime.model.attending import AttendRaw, Weighting, Window, attention
-from surgeon.runtime.model.cuda_graphs import GraphRecorder
 from surgeon.runtime.model.paged_cache import PagedCache, angles_at, write_table
 from surgeon.runtime.model.phase import Sent
 from surgeon.runtime.model.rank_model import RankModel, Results, Way

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from surgeon.checkpoint.belongings import CODAS
 from surgeon.checkpoint.codas import INDEX, read_codas
@@ -43,17 +42,13 @@ def with_coda(plan: Plan) -> Plan:
     slots = list[tuple[int, ...]]()
     own = list[tuple[int, ...]]()
     for rank in range(plan.ranks):
-        shared = _attentions(rack, rank)
-        more = _attentions(coda.plan, rank)
-        end = _attentions(plan, rank)
+        shared, more, end = (
+            sum(part.slot is not None for work in work_of(one, rank) for part in work.parts)
+            for one in (rack, coda.plan, plan)
+        )
         slots.append((*range(shared), *range(end, end + more)))
         own.append(tuple(range(shared, shared + more)))
     return replace(plan, draft=DraftPlan(rack, tuple(slots), tuple(own)))
-
-
-def _attentions(plan: Plan, rank: int) -> int:
-    """How many attentions a rank computes."""
-    return sum(part.slot is not None for work in work_of(plan, rank) for part in work.parts)
 
 
 def first_rack(plan: Plan) -> tuple[int, CodaPlan]:
@@ -72,19 +67,26 @@ def first_rack(plan: Plan) -> tuple[int, CodaPlan]:
         )
     nodes = stored.nodes[0]
     program = stored.program
-    _check_cut(Program.parse(plan.program), nodes, plan.folder / CODAS / INDEX)
+    whole = Program.parse(plan.program)
+    index = plan.folder / CODAS / INDEX
+    if not 1 <= nodes < len(whole):
+        raise ValueError(f"{index}: the first rack must have some of the program's {len(whole)} nodes, not {nodes}")
+    behind = whole.nodes[nodes]
+    if isinstance(behind, Step) and behind.late:
+        raise ValueError(
+            f"{index}: the program cannot be cut before {behind}, which reads the stream as it was within the first "
+            "rack; train codas with other racks"
+        )
     family = family_of(stored.config)
     file = plan.folder / CODAS / "rack-0.safetensors"
     source = ModelWeights(TensorFile(file), family, plan.head_dim)
     layers = source.count_layers() if len(program) else 0  # it may be a norm and a head only
     mixtures = Mixtures.of(partial(mixture_size, source), layers, plan.mixtures.mode)
+    by_layer = []
     if layers:
         check_layers(program, layers)
         check_division(program, source.units, plan.ranks, mixtures)
-    if layers:
         by_layer = rotaries_by_layer(stored.config, family, layers, plan.max_tokens)
-    else:
-        by_layer = []
     # Passes have one set of angles for rack and coda; a kind that is the coda's alone comes behind the model's.
     rotaries = tuple(dict.fromkeys([*plan.rotaries, *(one for one in by_layer if one is not None)]))
     own = replace(
@@ -99,14 +101,3 @@ def first_rack(plan: Plan) -> tuple[int, CodaPlan]:
         rotary_layers=places_among(rotaries, by_layer),
     )
     return nodes, CodaPlan(file, own)
-
-
-def _check_cut(program: Program, nodes: int, file: Path) -> None:
-    behind = program.nodes[nodes : nodes + 1]
-    if nodes < 1 or not behind:
-        raise ValueError(f"{file}: the first rack must have some of the program's {len(program)} nodes, not {nodes}")
-    if isinstance(behind[0], Step) and behind[0].late:
-        raise ValueError(
-            f"{file}: the program cannot be cut before {behind[0]}, which reads the stream as it was within the first "
-            "rack; train codas with other racks"
-        )

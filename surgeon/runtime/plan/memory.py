@@ -165,7 +165,9 @@ def footprint(plan: Plan, source: Sizes | None = None) -> Footprint:
             tuple(one.copies[0] for one in each),
             cache_groups(plan),
         )
-    matrices = plan.has_vocabulary * (1 if plan.tied else 2)
+    matrices = 1 if plan.tied else 2
+    if plan.stretch:
+        matrices = 0
     rows = _vocabulary_rows(plan, matrices) + source.position_rows
     whole = _program_footprint(plan, source, rows)
     if plan.draft is not None:

@@ -22,7 +22,7 @@ from surgeon.runtime.plan.mixtures import NO_MIXTURES, Mixtures
 # recorded as CUDA graphs (captured: on GPUs whose collectives can be); auto is what fits the device best.
 Decoding = Literal["auto", "dynamic", "static", "captured"]
 
-# Whether passes are computed in two halves, one while the other's reductions are on their way (model/halves.py):
+# Whether passes are computed in two halves, one while the other's reductions are on their way (model/dynamic.py):
 # all that can be (on), or none (off).
 HalvesMode = Literal["on", "off"]
 
@@ -147,7 +147,7 @@ class Plan:
         draft: another program over the same weights that drafts tokens, if any.
         stretches: after how many nodes of the program each rank's stretch ends, where ranks hold stretches of it, one
             behind the other (a pipeline); empty where every rank has a share of all. A coda is rank 0's then.
-        has_vocabulary: whether it embeds and predicts tokens: of stretches (`of_rank`), the first one does.
+        stretch: which of the stretches this is, where it is one (`of_rank`); only the first one embeds and predicts.
     """
 
     folder: Path
@@ -190,7 +190,7 @@ class Plan:
     coda: CodaPlan | None = None
     draft: DraftPlan | None = None
     stretches: tuple[int, ...] = ()
-    has_vocabulary: bool = True
+    stretch: int | None = None
 
     def of_rank(self, rank: int) -> tuple[Plan, int]:
         """The plan by which a rank computes, and which rank of that it is: of a pipeline its stretch, on one rank."""
@@ -203,7 +203,7 @@ class Plan:
             ranks=1,
             stretches=(),
             coda=None if rank else self.coda,
-            has_vocabulary=rank == 0,
+            stretch=rank,
         )
         return own, 0
 
@@ -213,7 +213,6 @@ class Plan:
 
     @property
     def dtype_bytes(self) -> int:
-        """The size of one number."""
         bits = re.search(r"\d+", self.dtype)
         assert bits is not None, f"{self.dtype} is no dtype of floating-point numbers"
         return int(bits[0]) // 8

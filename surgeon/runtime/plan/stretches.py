@@ -45,45 +45,28 @@ def with_stretches(plan: Plan, ranks: int, drafts: bool) -> Plan:
             "ranks as layers"
         )
     program = Program.parse(plan.program)
+    weights = open_weights(plan.folder, plan.family, plan.head_dim)
+    head = plan.vocabulary * plan.hidden
     first = 0
     if drafts and read_codas(plan.folder, check_weights=False) is not None:
         first, coda = first_rack(plan)
         plan = replace(plan, rotaries=coda.plan.rotaries, coda=coda)
-    cuts = [place for place in places_to_cut(program) if place >= first]
+    late = [place for place, node in enumerate(program.nodes) if isinstance(node, Step) and node.late]
+    cuts = [place for place in range(max(1, first), len(program)) if place not in late]
     if len(cuts) < ranks - 1:
-        late = any(isinstance(node, Step) and node.late for node in program.nodes)
         where = f" behind the first {first}, which the coda is for" if first else ""
-        if late:
-            why = "; a late step reads the stream as it was within the stretch before it"
-        else:
-            why = ""
+        why = "; a late step reads the stream as it was within the stretch before it" if late else ""
         raise ValueError(
             f"the program's {plural(len(program), 'node')} split into stretches for {plural(len(cuts) + 1, 'rank')} at "
             f"most{where}, not for {ranks}{why}; use fewer ranks, or the model's own program"
         )
-    costs = _numbers_by_node(plan, program, first)
-    return replace(plan, ranks=ranks, stretches=even_stretches(costs, cuts, ranks, first))
-
-
-def places_to_cut(program: Program) -> list[int]:
-    """After how many nodes a program can be cut."""
-    return [place for place, node in enumerate(program.nodes) if place and not (isinstance(node, Step) and node.late)]
-
-
-def _numbers_by_node(plan: Plan, program: Program, rack: int) -> list[int]:
-    """How many numbers the weights of each node have: the head's with the first, the coda's with its rack's last."""
-    source = open_weights(plan.folder, plan.family, plan.head_dim)
-    costs = [_numbers(plan, source, Program((node,))) for node in program.nodes]
-    head = plan.vocabulary * plan.hidden
+    # How many numbers the weights of each node have: the head's with the first, the coda's with its rack's last.
+    costs = [_numbers(plan, weights, Program((node,))) for node in program.nodes]
     costs[0] += head
     if plan.coda is not None:
-        coda = ModelWeights(TensorFile(plan.coda.file), plan.coda.plan.family, plan.head_dim)
-        costs[rack - 1] += head + _numbers(plan.coda.plan, coda, Program.parse(plan.coda.plan.program))
-    return costs
-
-
-def _numbers(plan: Plan, source: Sizes, program: Program) -> int:
-    return sum(numbers_of(plan, source, (sublayer, 1)) for sublayer in program.sublayers())
+        own = ModelWeights(TensorFile(plan.coda.file), plan.coda.plan.family, plan.head_dim)
+        costs[first - 1] += head + _numbers(plan.coda.plan, own, Program.parse(plan.coda.plan.program))
+    return replace(plan, ranks=ranks, stretches=even_stretches(costs, cuts, ranks, first))
 
 
 def even_stretches(costs: Sequence[int], cuts: Sequence[int], ranks: int, first: int = 0) -> tuple[int, ...]:
@@ -109,3 +92,7 @@ def even_stretches(costs: Sequence[int], cuts: Sequence[int], ranks: int, first:
                     longer[place] = min(found, longer.get(place, found))
         best = longer
     return best[len(costs)][1]
+
+
+def _numbers(plan: Plan, weights: Sizes, program: Program) -> int:
+    return sum(numbers_of(plan, weights, (sublayer, 1)) for sublayer in program.sublayers())

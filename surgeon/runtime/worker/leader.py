@@ -1,4 +1,7 @@
-"""Rank 0's side of the work on some requests: it decides what each pass computes, and chooses tokens."""
+"""Rank 0's side of the work on some requests: it decides what each pass computes, and chooses tokens.
+
+First what it, the other ranks and the starting process tell each other.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,76 @@ import time
 from collections.abc import Iterable, Iterator
 from itertools import islice, takewhile
 from operator import eq
+from typing import NamedTuple
 
 from surgeon.runtime.batching.blocks import BlockPool
 from surgeon.runtime.batching.request import Choice, Request
 from surgeon.runtime.batching.scheduler import Limits, Output, Scheduler
 from surgeon.runtime.batching.sequence import Row, ScheduledChunk, Wanted
-from surgeon.runtime.comm.pipes import Sender
-from surgeon.runtime.comm.ring import Ring
-from surgeon.runtime.model.engine import RankEngine
+from surgeon.runtime.comm.pipes import Ring, Sender
+from surgeon.runtime.model.engine import Figures, RankEngine
 from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.rank_model import Results
 from surgeon.runtime.model.sampling import Sampler
-from surgeon.runtime.worker.messages import Progress, Recorded, Report
+
+
+class Cancel(NamedTuple):
+    """To rank 0: end a request."""
+
+    request: int
+
+
+class Report(NamedTuple):
+    """To every rank: send an `Account`."""
+
+    ticket: int
+
+
+class Recorded(NamedTuple):
+    """From rank 0, before it works on requests: how many passes have been recorded, and of how many."""
+
+    done: int
+    all: int
+
+
+class Progress(NamedTuple):
+    """From rank 0, at the start and after every pass and cancellation.
+
+    Attributes:
+        stats: the fields of `Stats`, in their order.
+    """
+
+    outputs: list[Output]
+    stats: tuple[int, ...]
+
+    @classmethod
+    def of(cls, outputs: list[Output], scheduler: Scheduler, figures: Figures) -> Progress:
+        """What the starting process is told."""
+        phases = figures.prefill, figures.decode, figures.drafting
+        counts = [count for phase in phases for count in (phase.layers, phase.vocabulary)]
+        stats = (  # the fields of `Stats`, in their order; to make one would take as long as all of this
+            *vars(scheduler.tally).values(),
+            len(scheduler.running),
+            len(scheduler.waiting),
+            scheduler.pool.blocks,
+            scheduler.pool.free,
+            sum(phase.passes for phase in phases),
+            figures.drafting.passes,
+            sum(phase.halved for phase in phases),
+            sum(count.all_reduces for count in counts),
+            sum(count.all_gathers for count in counts),
+            sum(count.bytes for count in counts),
+        )
+        return cls(outputs, stats)
+
+
+class Account(NamedTuple):
+    """From a rank: what its passes have cost."""
+
+    ticket: int
+    rank: int
+    figures: Figures
+
 
 RECORDING_SECONDS = 60.0
 
@@ -96,7 +157,7 @@ class Leader:
 
     def _note(self, outputs: list[Output]) -> None:
         """Count new tokens, and forget the texts that have ended."""
-        self.engine.counts.new += sum(output.token is not None for output in outputs)
+        self.engine.model.counts.new += sum(output.token is not None for output in outputs)
         for output in outputs:
             if output.finish_reason is not None:
                 self._sampler.remove(output.request)
@@ -164,11 +225,9 @@ class Leader:
         return chosen
 
     def progress(self, outputs: list[Output]) -> Progress:
-        """What the starting process is told."""
         return Progress.of(outputs, self.scheduler, self.engine.figures)
 
     def report(self, message: Report) -> None:
-        """Have all other ranks send an account."""
         self._sender.send(message)
 
     def end(self) -> None:

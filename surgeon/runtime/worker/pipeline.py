@@ -2,27 +2,42 @@
 
 Rank 0 has the scheduler, embeds tokens, and goes on with other texts, or with what a coda drafts, while the others
 compute (batching/in_flight.py). The last rank sends the stream back to it, by which it chooses tokens as any rank 0
-does. Passes come back in the order in which they were sent, and as many are on their way as there are ranks.
+does. Passes come back in the order in which they were sent, and as many are on their way as there are ranks. They are
+computed as those of a whole model are: recorded, where they can be. What passes through the stretch of the first rank
+passes through the layers of its coda as well, if it has one, so that both have cached the same tokens.
 """
 
 from __future__ import annotations
 
+import os
 import secrets
+import socket
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from multiprocessing.connection import Listener
+from multiprocessing.connection import Client, Listener
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
+from surgeon.processes.sockets import address_of, watch_over
 from surgeon.runtime.batching.blocks import BlockPool
 from surgeon.runtime.batching.in_flight import InFlight
+from surgeon.runtime.batching.request import Choice
 from surgeon.runtime.batching.scheduler import Limits, Output
-from surgeon.runtime.batching.sequence import Row, ScheduledChunk, Sequence, Wanted, asked_of
-from surgeon.runtime.comm.ring import Address, Ring, joined, listener
+from surgeon.runtime.batching.sequence import Row, ScheduledChunk, Wanted, asked_of
+from surgeon.runtime.batching.sequence import Sequence as Text
+from surgeon.runtime.batching.windows import Windows
+from surgeon.runtime.comm.collectives import Alone, Counts
+from surgeon.runtime.comm.pipes import Ring
+from surgeon.runtime.model.dynamic import DynamicPasses
+from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.paged_cache import PagedCache
-from surgeon.runtime.model.stretch import StretchEngine
-from surgeon.runtime.worker.leader import Leader
-from surgeon.runtime.worker.messages import Account, Recorded, Report
+from surgeon.runtime.model.rank_model import Results
+from surgeon.runtime.plan.memory import cache_groups
+from surgeon.runtime.plan.specification import Plan
+from surgeon.runtime.worker.leader import Account, Leader, Recorded, Report
 from surgeon.runtime.worker.rank import Rank
 from surgeon.runtime.worker.ranks import Ranks
 
@@ -36,24 +51,88 @@ def connect(ranks: Ranks) -> None:
     ranks.call(join, addresses, secret)
 
 
-def listen(rank: Rank, secret: bytes) -> Address:
-    """Runs on a rank: begin to listen; where."""
-    listening = listener(rank.settings.location.interface, secret)
+def listen(rank: Rank, secret: bytes) -> str | tuple[str, int]:
+    """Runs on a rank: listen for the one before, at a file of this machine or a port of the network interface."""
+    interface = rank.settings.location.interface
+    if interface is None:
+        listening = Listener(family="AF_UNIX", authkey=secret)
+    else:
+        listening = Listener((address_of(interface), 0), family="AF_INET", authkey=secret)
     rank.engines[LISTENER] = listening
-    address: Address = listening.address
+    address: str | tuple[str, int] = listening.address
     return address
 
 
-def join(rank: Rank, addresses: list[Address], secret: bytes) -> None:
-    """Runs on a rank that listens: connect."""
-    listening: Listener = rank.engines.pop(LISTENER)
-    rank.ring = joined(rank.rank, addresses, listening, secret, rank.settings.options.link)
+def join(rank: Rank, addresses: list[str | tuple[str, int]], secret: bytes) -> None:
+    """Runs on a rank that listens: connect; rank 0 is connected to before it connects, so that all get on."""
+    following = addresses[(rank.rank + 1) % len(addresses)]
+    with rank.engines.pop(LISTENER) as listening:
+        if rank.rank:
+            onward = Client(following, authkey=secret)
+        inward = listening.accept()
+        if not rank.rank:
+            onward = Client(following, authkey=secret)
+    for connection in (onward, inward) if isinstance(following, tuple) else ():
+        with socket.socket(fileno=os.dup(connection.fileno())) as connected:
+            watch_over(connected)
+    rank.ring = Ring(onward, inward, rank.settings.options.link)
+
+
+ROWS = 1024  # of tokens, whose stream lies always in the same memory, which recorded passes have the address of
+
+
+class StretchEngine(RankEngine):
+    """What one rank has of a model whose ranks have stretches of its program.
+
+    Attributes:
+        is_last: whether the next rank is the first one, which asks for some places of the stream only.
+    """
+
+    def __init__(self, plan: Plan, rank: int, device: torch.device) -> None:
+        super().__init__(plan.of_rank(rank)[0], Alone(), device)
+        self.is_last = rank == plan.ranks - 1
+        groups = cache_groups(plan)
+        self._division = groups.slots[rank], groups.windows
+        self._fixed = self.model.vocabulary.like.new_empty(ROWS if rank else 0, plan.hidden)
+
+    def cache_division(self) -> tuple[Sequence[int], Windows]:
+        """Those of the whole model, whose texts have the same blocks on all ranks."""
+        return self._division
+
+    @torch.inference_mode()
+    def onward(self, rows: list[Row], cache: PagedCache, stream: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """One pass, which extends the cache: the stream behind this rank's stretch, and that behind the coda.
+
+        Both are (tokens, hidden), the latter without numbers where there is no coda, and what the next pass overwrites.
+
+        Args:
+            stream: before the stretch; None on the first rank, which embeds its tokens.
+        """
+        tokens = sum(len(row.tokens) for row in rows)
+        way = self._way(rows) if tokens <= ROWS else self.ways[-1]
+        if stream is not None:
+            self.model.arriving = self._fixed[:tokens].copy_(stream) if tokens <= ROWS else stream
+        with self._counted(self._phase(rows), rows):
+            found = way.logits(rows, cache)
+        return found[:, : self.plan.hidden], found[:, self.plan.hidden :]
+
+    @torch.inference_mode()
+    def results(self, stream: Tensor, rows: list[Row]) -> Results:
+        """What rows bring, by the stream behind the whole program at the places that they ask for, (places, hidden)."""
+        return DynamicPasses(self.model).results(stream, rows, asked_of(rows))
+
+    @torch.inference_mode()
+    def drafted(self, behind: Tensor) -> list[int]:
+        """The likeliest tokens by the stream behind the coda, (rows, hidden); any where the logits are not finite."""
+        assert self.model.coda is not None, "only a coda drafts"
+        best = self.model.coda.vocabulary.best(self.model.coda.logits(behind), Counts())
+        return [max(0, int(token)) for token in best]
 
 
 class Flight(NamedTuple):
     """A pass on its way: rows, and whose they are."""
 
-    texts: list[Sequence]
+    texts: list[Text]
     rows: list[Row]
 
 
@@ -65,7 +144,7 @@ class PipelineLeader(Leader):
 
     def __init__(self, engine: StretchEngine, cache: PagedCache, blocks: int, limits: Limits, ring: Ring) -> None:
         super().__init__(engine, cache, blocks, limits, ring)
-        self.scheduler = InFlight(BlockPool(blocks, windows=cache.windows), limits, engine.coda is not None)
+        self.scheduler = InFlight(BlockPool(blocks, windows=cache.windows), limits, engine.model.coda is not None)
         self._ring = ring
         self._flights = deque[Flight]()
 
@@ -102,21 +181,21 @@ class PipelineLeader(Leader):
         """The next tokens of the texts of the oldest pass, but of those rows that do not count."""
         flight = self._flights.popleft()
         _, stream = self._ring.receive()
-        assert stream is not None, "every pass brings a stream"
         results = self.engine.results(stream, flight.rows)
         best = iter(results.best)
         drawn = iter(() if results.logits is None else results.logits.split(1))
         outputs = list[Output]()
         for text, row in zip(flight.texts, flight.rows, strict=True):
+            choice: Choice = (0, None)
             counts = self.scheduler.counts(text, row)
             if row.wanted == Wanted.BEST:
-                token = next(best)
-                if counts:
-                    outputs.append(self.scheduler.arrived(text, (token, None)))
+                choice = (next(best), None)
             elif row.wanted == Wanted.LOGITS:
                 logits = next(drawn)
                 if counts:
-                    outputs.append(self.scheduler.arrived(text, self._sampler.choose([text.request.id], logits)[0]))
+                    choice = self._sampler.choose([text.request.id], logits)[0]
+            if counts and row.wanted != Wanted.NOTHING:
+                outputs.append(self.scheduler.arrived(text, choice))
         return outputs
 
     def end(self) -> None:

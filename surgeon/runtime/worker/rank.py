@@ -27,15 +27,13 @@ import torch
 from surgeon.gpus import avoid_cudnn_attention
 from surgeon.memory import gpu_free_bytes, keep_freed_memory
 from surgeon.processes.children import when_parent_ends
-from surgeon.processes.rendezvous import end_when_told, find_rank0
+from surgeon.processes.rendezvous import StoreAddress, end_when_told, find_rank0
 from surgeon.processes.sockets import interface_variables
-from surgeon.processes.store import StoreAddress
 from surgeon.processes.torchrun import RankLocation, TorchrunEnvironment
 from surgeon.runtime.comm.collectives import Alone, Collectives, TorchCollectives, Unconnected
 from surgeon.runtime.comm.link import EmulatedLink
-from surgeon.runtime.comm.pipes import Receiver, Sender
+from surgeon.runtime.comm.pipes import Receiver, Ring, Sender
 from surgeon.runtime.comm.quantised import Compressed
-from surgeon.runtime.comm.ring import Ring
 from surgeon.runtime.comm.shared_memory import SharedMemoryCollectives
 from surgeon.runtime.comm.symmetric_memory import with_symmetric_memory
 from surgeon.runtime.worker.options import RankOptions, sees_its_own_gpu
@@ -87,7 +85,7 @@ class Rank:
         engines: by name, for later functions.
         sender: on rank 0, what it tells all other ranks.
         receiver: on the other ranks, what they are told.
-        ring: the connections to the rank before and the next one, once these are there (worker/ring.py).
+        ring: the connections to the rank before and the next one, once these are there (worker/pipeline.py).
     """
 
     ring: Ring | None = None

@@ -17,12 +17,10 @@ from surgeon.runtime.batching.request import Request
 from surgeon.runtime.batching.scheduler import Limits, Output
 from surgeon.runtime.model.engine import Figures, RankEngine
 from surgeon.runtime.model.paged_cache import PagedCache
-from surgeon.runtime.model.stretch import StretchEngine
 from surgeon.runtime.plan.mixtures import ExpertTimes
 from surgeon.runtime.plan.specification import Plan
-from surgeon.runtime.worker.leader import Drafting, Leader, RowsToRecord
-from surgeon.runtime.worker.messages import Account, Cancel, Report
-from surgeon.runtime.worker.pipeline import PipelineLeader, relay
+from surgeon.runtime.worker.leader import Account, Cancel, Drafting, Leader, Report, RowsToRecord
+from surgeon.runtime.worker.pipeline import PipelineLeader, StretchEngine, relay
 from surgeon.runtime.worker.rank import Rank
 
 ENGINE = "engine"  # the name under which a rank keeps the engine of a single model
@@ -36,7 +34,7 @@ def load(rank: Rank, plan: Plan, name: str = ENGINE) -> ExpertTimes | None:
     else:
         engine = RankEngine(plan, rank.collectives, rank.device, rank.engines.values())
     keep(rank, name, engine)
-    return engine.expert_times
+    return engine.model.expert_times
 
 
 def keep(rank: Rank, name: str, engine: RankEngine) -> None:
@@ -100,7 +98,7 @@ def serve(rank: Rank, blocks: int, limits: Limits, pulse_seconds: float) -> None
     def pulse() -> None:  # whatever this rank is doing
         with suppress(OSError):  # the starting process has gone, and this one is about to
             while True:
-                rank.notify(Pulse(rank.rank, engine.passes))
+                rank.notify(Pulse(rank.rank, engine.model.passes))
                 time.sleep(pulse_seconds)
 
     threading.Thread(target=pulse, daemon=True).start()

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # torch does export it
 
+from surgeon.processes.rendezvous import serve_store
 from surgeon.processes.sockets import interface_of
-from surgeon.processes.store import serve_store
 from surgeon.training.checkpoints import checkpoints_of, fault_of, remove_checkpoint
 from surgeon.training.racks.run_files import RESULT_FILE, rack_folder
 

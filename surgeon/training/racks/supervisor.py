@@ -25,8 +25,8 @@ from accelerate import PartialState
 from surgeon.errors import Diverged
 from surgeon.gpus import gpus_in_turn
 from surgeon.processes.children import LIKELY_MEMORY, Child
+from surgeon.processes.rendezvous import serve_store
 from surgeon.processes.sockets import interface_of, interface_variables
-from surgeon.processes.store import serve_store
 from surgeon.processes.torchrun import HOSTED, VARIABLES, TorchrunEnvironment
 from surgeon.progress import progress
 from surgeon.threads import threads_per_rank

@@ -37,7 +37,7 @@ def test_the_same_logits(
     found = logits_of(RankEngine(plan, Alone(), torch.device("cpu")))
     monkeypatch.setattr(functions, "kernels", lambda: None)
     without = RankEngine(plan, Alone(), torch.device("cpu"))
-    assert all(getattr(made.norm, "kernels", None) is None for made in without.sublayers.values())
+    assert all(getattr(made.norm, "kernels", None) is None for made in without.model.sublayers.values())
     expected = logits_of(without)
     assert (found - expected).norm() < 1e-5 * expected.norm()
 
@@ -51,13 +51,13 @@ def test_a_head_that_is_tied_to_the_embedding(
     plan = make_plan(tmp_path, 1, 64)
     engine = RankEngine(plan, Alone(), torch.device("cpu"))
     if kernels() is not None and platform.machine() in ("x86_64", "AMD64"):
-        assert isinstance(engine.vocabulary.head, Panels)
-        assert engine.vocabulary.embedding is engine.vocabulary.head
-        assert engine.vocabulary.like.untyped_storage().nbytes() == 0
+        assert isinstance(engine.model.vocabulary.head, Panels)
+        assert engine.model.vocabulary.embedding is engine.model.vocabulary.head
+        assert engine.model.vocabulary.like.untyped_storage().nbytes() == 0
     found = logits_of(engine)
     monkeypatch.setattr(functions, "kernels", lambda: None)
     without = RankEngine(plan, Alone(), torch.device("cpu"))
-    assert isinstance(without.vocabulary.head, Transposed)
+    assert isinstance(without.model.vocabulary.head, Transposed)
     expected = logits_of(without)
     assert (found - expected).norm() < 1e-5 * expected.norm()
 
@@ -84,13 +84,13 @@ def test_pytorch_has_one_thread_where_little_is_left_for_it(
     threads = list[int]()
     with torch_threads(2):
         engine = RankEngine(make_plan(tmp_path, 1, 64), Alone(), torch.device("cpu"))
-        embed = engine.vocabulary.embed
+        embed = engine.model.vocabulary.embed
 
         def noting(*arguments: Any) -> torch.Tensor:
             threads.append(torch.get_num_threads())
             return embed(*arguments)
 
-        monkeypatch.setattr(engine.vocabulary, "embed", noting)
+        monkeypatch.setattr(engine.model.vocabulary, "embed", noting)
         logits_of(engine)
         assert torch.get_num_threads() == 2
     by_kernels = alone and kernels() is not None and platform.machine() in ("x86_64", "AMD64")

@@ -16,7 +16,8 @@ from torch import Tensor
 from surgeon.language.program import Program
 from surgeon.runtime.batching.sequence import LEAST_IN_HALF, Row, Targets, Wanted, halves_of
 from surgeon.runtime.comm.collectives import Alone, Counts, Unconnected
-from surgeon.runtime.model.engine import HalvedPasses, RankEngine
+from surgeon.runtime.model.dynamic import HalvedPasses
+from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.products import laid_out
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.worker.options import RankOptions
@@ -176,7 +177,7 @@ def test_whatever_rows_a_pass_has(rows: list[Row], folders: Callable[[str], Path
     plan = make_plan(folders("llama"), 1, 112)
     model = RankEngine(replace(plan, decoding="dynamic"), Alone(), torch.device("cpu"))
     found = []
-    for way in (model.ways[-1], HalvedPasses(model)):
+    for way in (model.ways[-1], HalvedPasses(model.model)):
         cache = model.new_cache(35)
         cache.stored.copy_(torch.randn(cache.stored.shape, generator=torch.Generator().manual_seed(1)))
         if way.fits(rows):

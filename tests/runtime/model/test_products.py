@@ -97,10 +97,13 @@ def test_a_model_of_packed_weights(tiny_model: Callable[..., Any], tmp_path: Pat
     plan = make_plan(tmp_path, 1, 32)
     engine = RankEngine(plan, Alone(), torch.device("cpu"))
     weights = [
-        part.product for made in engine.sublayers.values() for part in vars(made).values() if isinstance(part, Linear)
+        part.product
+        for made in engine.model.sublayers.values()
+        for part in vars(made).values()
+        if isinstance(part, Linear)
     ]
     assert len(weights) == 4 * 4
-    assert all(isinstance(weight, Transposed) != ON_X86 for weight in [*weights, engine.vocabulary.head])
+    assert all(isinstance(weight, Transposed) != ON_X86 for weight in [*weights, engine.model.vocabulary.head])
     prompt = [3, 14, 15, 92, 65]
     with torch.no_grad():
         expected = model(torch.tensor([prompt])).logits[0]

@@ -60,7 +60,7 @@ def test_the_same_texts(family: str, tmp_path: Path) -> None:
     for engine in (dynamic, static):
         found = continued(engine, PROMPTS, NEW)
         assert_same(found, expected)
-        assert found.numbers == 3 + 5 + 2 * engine.kv_heads()[1] * plan.head_dim + 5 + 3 < expected.numbers
+        assert found.numbers == 3 + 5 + 2 * engine.model.kv_heads()[1] * plan.head_dim + 5 + 3 < expected.numbers
     logits = torch.cat(list(chunked_logits(dynamic, list(PROMPTS.split([11, 17, 1], 1)))), 1)
     assert relative_error(logits, plain_logits(model, PROGRAM, PROMPTS)) < TOLERANCE
 
@@ -105,7 +105,7 @@ def test_what_auto_keeps(tmp_path: Path) -> None:
     plan = make_plan(tmp_path, 1, 64, "A0@k31,v32 F0 A1@k32,v32 F1 A2@k3,v5 F2")
 
     def rebuilt(**changes: Any) -> list[int]:
-        return list(alone(plan, **changes).rebuilds())
+        return list(alone(plan, **changes).model.rebuilds())
 
     assert plan.kv == "auto"
     assert rebuilt() == rebuilt(kv="full", tight=True) == []

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from surgeon.benchmarks.timing import TimedEngine
-from surgeon.cost.dissect import READING, SUBLAYER, DissectedEngine
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.batching.windows import BLOCK_TOKENS
 from surgeon.runtime.comm.collectives import Alone, Counts
@@ -202,7 +201,7 @@ def test_what_cannot_be_recorded_is_tried_once(
 ) -> None:
     made, (engine, dynamic) = recordings(monkeypatch), pair
     for one in (engine, dynamic):
-        for sublayer in one.sublayers.values():
+        for sublayer in one.model.sublayers.values():
             if isinstance(sublayer, FeedForward):
                 monkeypatch.setattr(sublayer, "down", lambda x, own=sublayer.down: own(x).exp().log())
     found = []
@@ -220,7 +219,7 @@ def test_one_size_that_cannot_be_recorded_leaves_the_others(
 ) -> None:
     """As where the sum of a large batch does not fit into what ranks share."""
     made, (engine, _) = recordings(monkeypatch), pair
-    for sublayer in engine.sublayers.values():
+    for sublayer in engine.model.sublayers.values():
         if isinstance(sublayer, FeedForward):
             monkeypatch.setattr(sublayer, "down", lambda x, own=sublayer.down: own(x) if len(x) < 2 else own(x).exp())
     cache = engine.new_cache(BLOCKS)
@@ -256,24 +255,12 @@ def test_steps_of_recorded_passes_are_timed(folders: Callable[[str], Path]) -> N
         assert one.waiting == 0
 
 
-def test_parts_of_recorded_passes_are_dissected(folders: Callable[[str], Path]) -> None:
-    engine = DissectedEngine(make_plan(folders("llama"), 1, 100), Alone(), torch.device("cpu"))
-    cache = engine.new_cache(BLOCKS)
-    for number in range(3):
-        engine.step(one_more([(5 + number, [0, 1])], number), cache)
-    recorded, *replayed = engine.passes_seen
-    for one in replayed:
-        counted = {name: times for name, (_, times) in one.parts.items()}
-        assert counted == {name: times for name, (_, times) in recorded.parts.items()}
-        assert 0 < one.parts[f"{READING} A"][0] < one.parts[f"{SUBLAYER} A"][0] < one.seconds
-
-
 def test_what_is_computed_again_keeps_its_weights(pair: tuple[RankEngine, RankEngine]) -> None:
     """Ways of sharing factors are measured with maps that nobody else has."""
     for engine in pair:
         x, linear = torch.randn(1, 64), Linear([torch.randn(64, 64)], [None])
         with torch.inference_mode():
-            again = engine._repeatable(linear, x, linear.by_kernels)
+            again = engine.model._repeatable(linear, x, linear.by_kernels)
         there = weakref.ref(linear)
         del linear
         gc.collect()

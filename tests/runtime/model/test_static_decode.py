@@ -30,8 +30,8 @@ from surgeon.runtime.batching.windows import BLOCK_TOKENS, blocks_for
 from surgeon.runtime.comm.collectives import Alone, Collectives, Counts
 from surgeon.runtime.comm.pipes import Sender
 from surgeon.runtime.kernels import functions
+from surgeon.runtime.kernels.recording import WARM_UPS, CudaRecorder
 from surgeon.runtime.model.attending import Weighting, Window
-from surgeon.runtime.model.cuda_graphs import WARM_UPS, CudaRecorder
 from surgeon.runtime.model.engine import Figures, RankEngine
 from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.static_decode import (
@@ -45,8 +45,7 @@ from surgeon.runtime.model.static_decode import (
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.placement import Group
 from surgeon.runtime.plan.specification import Decoding
-from surgeon.runtime.worker.leader import Leader
-from surgeon.runtime.worker.messages import Recorded
+from surgeon.runtime.worker.leader import Leader, Recorded
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 from surgeon.runtime.worker.worker import complete, load, unload
@@ -144,7 +143,7 @@ def test_sizes_are_powers_of_two_up_to_what_there_is(starts: list[int], size: tu
 
 def test_which_passes_have_a_fixed_shape(checkpoints: dict[str, Path]) -> None:
     model = RankEngine(make_plan(checkpoints["llama"], 1, 64), Alone(), torch.device("cpu"))
-    way, one = StaticDecode(model, None), row(3, 9, [0])
+    way, one = StaticDecode(model.model, None), row(3, 9, [0])
     assert way.fits([one, one._replace(wanted=Wanted.NOTHING)])
     for other in (one._replace(start=0), one._replace(tokens=[1, 2]), one._replace(targets=Targets(0, [5], 1))):
         assert not way.fits([one, other])
@@ -253,7 +252,7 @@ class Trace:
 
 def record_by(trace: Trace | None, engine: RankEngine) -> StaticDecode:
     """Have static passes recorded."""
-    engine.ways = (static := StaticDecode(engine, trace), *engine.ways[1:])
+    engine.ways = (static := StaticDecode(engine.model, trace), *engine.ways[1:])
     return static
 
 

@@ -162,7 +162,7 @@ def test_caches_in_rank_space_are_copied(checkpoints: dict[str, Path]) -> None:
     """Beside attentions that kernels compute."""
     with as_on_gpus():
         engine = engine_of(checkpoints["llama"], PROGRAMS["low rank"], "static", kv="lowrank")
-        assert list(engine.rebuilds()) == [0]
+        assert list(engine.model.rebuilds()) == [0]
         found = list(passes(engine, 1))
     dynamic = engine_of(checkpoints["llama"], PROGRAMS["low rank"], "dynamic", kv="lowrank")
     assert error_between(found, list(passes(dynamic, 1))) < TOLERANCE

@@ -31,12 +31,12 @@ PROGRAMS = [
 
 def held(engine: RankEngine) -> int:
     """Bytes of the matrices, embedding and head of an engine."""
-    embedding, head = engine.vocabulary.embedding.weight, engine.vocabulary.head.weight
+    embedding, head = engine.model.vocabulary.embedding.weight, engine.model.vocabulary.head.weight
     shared = head.untyped_storage().data_ptr() == embedding.untyped_storage().data_ptr()
     matrices = [embedding] if shared else [embedding, head]
-    if engine.ends.positions is not None:
-        matrices.append(engine.ends.positions)
-    for made in engine.sublayers.values():
+    if engine.model.ends.positions is not None:
+        matrices.append(engine.model.ends.positions)
+    for made in engine.model.sublayers.values():
         matrices += [part.product.weight for part in vars(made).values() if isinstance(part, Linear)]
     return sum(matrix.nbytes for matrix in matrices)
 

@@ -13,7 +13,7 @@ from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.comm.collectives import Alone, Collectives, Unconnected
-from surgeon.runtime.model import parts as rank_parts
+from surgeon.runtime.model import program as rank_program
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.mixture import Experts, MixtureOfExperts
 from surgeon.runtime.plan.checks import make_plan
@@ -88,16 +88,18 @@ def test_ranks_take_the_faster_way(
     seconds: list[float], dividing: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By what is measured of one mixture; a draft over the same weights, and later layers, go by the same."""
-    said = iter(token for way in seconds for token in [way] * rank_parts.MEASURED_TOKENS)
-    monkeypatch.setattr(rank_parts, "time_of", lambda *_: next(said))
+    said = iter(token for way in seconds for token in [way] * rank_program.MEASURED_TOKENS)
+    monkeypatch.setattr(rank_program, "time_of", lambda *_: next(said))
     plan = make_plan(folder, 2, 32, "A0 F0 F1")
     first = RankEngine(plan, Unconnected(1, (0, 1)), torch.device("cpu"))
     second = RankEngine(plan, Unconnected(1, (0, 1)), torch.device("cpu"), [first])
     assert next(said, None) is None
-    assert first.expert_times == second.expert_times == ExpertTimes(*seconds)
+    assert first.model.expert_times == second.model.expert_times == ExpertTimes(*seconds)
     for engine in (first, second):
         assert engine.plan.mixtures.dividing == dividing
-        assert [key[2] for key in engine.sublayers if key[0].kind == "F"] == [range(2, 4) if dividing else None] * 2
+        assert [key[2] for key in engine.model.sublayers if key[0].kind == "F"] == [
+            range(2, 4) if dividing else None
+        ] * 2
 
 
 @pytest.mark.parametrize("mode", ["divided", "sliced"])
@@ -114,7 +116,7 @@ def test_what_ranks_hold(folder: Path, program: str, ranks: int, mode: str, monk
     for rank in range(ranks):
         collectives: Collectives = Alone() if ranks == 1 else Unconnected(rank, (0, 1))
         engine, numbers = RankEngine(plan, collectives, torch.device("cpu")), 0
-        for key, made in engine.sublayers.items():
+        for key, made in engine.model.sublayers.items():
             if isinstance(made, MixtureOfExperts):
                 assert isinstance(made.experts, Experts)
                 maps = made.experts.gate, made.experts.up, made.experts.down

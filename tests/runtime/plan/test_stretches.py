@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from surgeon.runtime.model.stretch import StretchEngine
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.memory import footprint
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.plan.stretches import even_stretches, with_stretches
+from surgeon.runtime.worker.pipeline import StretchEngine
 from tests.codas import save_codas
 from tests.tiny_models import tiny_model
 
@@ -46,8 +46,8 @@ def test_a_rank_loads_its_stretch_only(ranks: int, plan: Plan) -> None:
     assert " ".join(programs) == plan.program
     for rank in range(ranks):
         engine = StretchEngine(cut, rank, torch.device("cpu"))
-        assert [*map(str, engine.attentions())] == [one for one in programs[rank].split() if one[0] == "A"]
-        assert engine.own_logits(torch.zeros(1, plan.hidden)).shape[1] == (0 if rank else plan.vocabulary)
+        assert [*map(str, engine.model.attentions())] == [one for one in programs[rank].split() if one[0] == "A"]
+        assert engine.model.own_logits(torch.zeros(1, plan.hidden)).shape[1] == (0 if rank else plan.vocabulary)
 
 
 def test_a_coda_is_rank_0s(plan: Plan) -> None:

@@ -20,8 +20,7 @@ import pytest
 from surgeon.memory import HUGE_PAGES
 from surgeon.runtime.worker import rank
 from surgeon.runtime.worker.options import RankOptions
-from surgeon.runtime.worker.rank_process import RankFailed
-from surgeon.runtime.worker.ranks import Ranks
+from surgeon.runtime.worker.ranks import RankFailed, Ranks
 from surgeon.threads import threads_per_rank
 from tests import warm
 from tests.runtime import on_ranks

@@ -28,7 +28,7 @@ def test_the_share_of_a_rank(tmp_path: Path) -> None:
     assert {checkpoint.dtype(name) for name in checkpoint.names()} == {torch.bfloat16}
     plan = make_plan(tmp_path, 1, 32, dtype="bfloat16")
     engine = RankEngine(plan, Alone(), torch.device("cpu"))
-    assert engine.vocabulary.like.dtype == torch.bfloat16
+    assert engine.model.vocabulary.like.dtype == torch.bfloat16
     (share,) = footprint(plan).weights
     assert share == 2 * sum(rows * columns for rows, *rest in shapes for columns in rest)  # norms are left out
 

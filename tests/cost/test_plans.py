@@ -11,8 +11,7 @@ import pytest
 
 from surgeon.checkpoint.load import open_stored
 from surgeon.cost.hardware import RankShare
-from surgeon.cost.plans import plan_on_paper
-from surgeon.cost.room import most_texts, room
+from surgeon.cost.plans import most_texts, plan_on_paper, room
 from surgeon.language.program import Program
 from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.plan.checks import make_plan

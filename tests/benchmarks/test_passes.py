@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from surgeon.benchmarks.marks import DeviceClock, HostClock, now
 from surgeon.benchmarks.measure import Measurement, RankBench, Split
-from surgeon.benchmarks.passes import PassRecorder
+from surgeon.benchmarks.passes import DeviceClock, HostClock, PassRecorder, now
 from surgeon.benchmarks.timing import TimedEngine, watched
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
@@ -141,7 +140,7 @@ def test_every_replay_notes_the_marks_of_its_recording(checkpoint: Path) -> None
 
     recorder = engine.recorder
     recorder.clock, recorder.events = device.clock, True
-    engine.graphs = watched(graphs, recorder)
+    engine.model.graphs = watched(graphs, recorder)
     engine.mark(False)
     engine.mark(True)
     cache = engine.new_cache(4)
