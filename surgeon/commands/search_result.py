@@ -23,7 +23,7 @@ from surgeon.processes.files import write_text
 from surgeon.quality.data import Windows, load_windows, shared_windows
 from surgeon.quality.summary import Quality, quality_of
 from surgeon.quality.text import OWN, VERIFIED
-from surgeon.searches.drafting import Drafting, FoundDraft, by_verified_keys
+from surgeon.searches.drafting import DraftValue, FoundDraft, by_verified_keys
 from surgeon.searches.front import QualityCurve, quality_curves
 from surgeon.searches.here import drafts_here, fast_enough_here
 from surgeon.searches.mixture import Trial
@@ -162,7 +162,7 @@ def end_search(
 
 
 def _as_draft(
-    drafting: Drafting, winner: Winner, setup: SearchSetup, unseen: Windows | None, why_own: str
+    drafting: DraftValue, winner: Winner, setup: SearchSetup, unseen: Windows | None, why_own: str
 ) -> FoundDraft:
     """What the winner is worth as a draft, measured where it is asked for of this machine."""
     settings = setup.settings

@@ -7,7 +7,7 @@ import sys
 from surgeon.commands.searching import join_search
 from surgeon.gpus import avoid_cudnn_attention
 from surgeon.searches.question import Question
-from surgeon.searches.study import given_to_worker
+from surgeon.searches.workers import given_to_worker
 from surgeon.threads import wait_asleep
 
 INTERRUPTED = 130  # as a shell has it

@@ -45,8 +45,9 @@ from surgeon.searches.results import (
 )
 from surgeon.searches.search import Search, make_sampler, require_sampler
 from surgeon.searches.storage import StudyStorage, naming_storage, open_storage
-from surgeon.searches.study import FINISHED, WorkerProcesses, counted, interruptible, kept, open_study, run_trials
+from surgeon.searches.study import FINISHED, counted, kept, open_study, run_trials
 from surgeon.searches.terms import Terms
+from surgeon.searches.workers import WorkerProcesses, interruptible
 
 if TYPE_CHECKING:
     from surgeon.searches.accuracy import TaskAccuracy

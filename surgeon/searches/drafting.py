@@ -60,7 +60,7 @@ class DraftObstacles:
 
 
 @dataclass(frozen=True)
-class Drafting:
+class DraftValue:
     """What programs are worth as drafts.
 
     Attributes:

@@ -245,7 +245,7 @@ class Mixture:
                 named[" ".join(words)] = tuple(group)
         return named
 
-    @property
+    @cached_property
     def categories(self) -> dict[str, BaseDistribution]:
         return {name: CategoricalDistribution([NONE, *map(str, edits)]) for name, edits in self.parameters.items()}
 

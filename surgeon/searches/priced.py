@@ -17,7 +17,7 @@ from surgeon.cost.hardware import Hardware
 from surgeon.findings.edit import Choice, Edit, as_choice
 from surgeon.language.program import Program
 from surgeon.quality.summary import Quality
-from surgeon.searches.drafting import Drafting
+from surgeon.searches.drafting import DraftValue
 from surgeon.searches.front import FrontPoint, pareto_front
 from surgeon.searches.mixture import Mixture, Trial
 from surgeon.searches.pricing import Pricing
@@ -50,11 +50,11 @@ class PricedQuestion:
         return replace(self, mixture=replace(self.mixture, spaces=tuple(spaces)), whole=self)
 
     @cached_property
-    def drafting(self) -> Drafting | None:
+    def drafting(self) -> DraftValue | None:
         """What programs are worth as drafts, where that is asked for."""
         if self.settings.draft is None:
             return None
-        return Drafting(self.pricing, self.settings.draft, self.settings.acceptance)
+        return DraftValue(self.pricing, self.settings.draft, self.settings.acceptance)
 
     @cached_property
     def levels(self) -> dict[Aspect, tuple[float, ...]]:

@@ -35,7 +35,7 @@ from surgeon.runtime.plan.memory import footprint
 from surgeon.runtime.plan.placement import Group, Work, assigned_branches, work_of
 from surgeon.runtime.plan.specification import Plan
 from surgeon.searches.mixture import Trial
-from surgeon.searches.quantities import DRAFT_PASS, HERE, Aspect, Limit
+from surgeon.searches.quantities import HERE, Aspect, Limit
 
 _ONE = Program.parse("A0")  # what stretches are put behind, to see what they add
 
@@ -126,31 +126,34 @@ class Pricing:
         return tuple(self.cost(aspect, program, trial.measured) for aspect in aspects)
 
     def _cost(self, aspect: Aspect, program: Program) -> float:
-        name = aspect.name
+        price = aspect.quantity.price
+        assert price is not None, f"{aspect} does not follow from a program"
+        return price(self, program, aspect.on or "")
+
+    def depth(self, program: Program) -> float:
+        return program.effective_depth(self.model.family.steps_per_layer)
+
+    def experts(self, program: Program) -> float:
+        """Count a mixture's experts, in the mean over the unedited model's mixtures."""
+        return sum(self._experts(program)) / max(1, len(self._experts(self.model.program)))
+
+    def kept_bytes(self, program: Program) -> float:
+        """Count the bytes of one token in the caches of all ranks, as they do when they choose a cache's size."""
         shapes = self.model.shapes
-        if name == "depth":
-            depth = program.effective_depth(shapes.family.steps_per_layer)
-            if aspect.deep:
-                return -depth
-            return depth
-        if name == "syncs":
-            return program.sync_points(self.deployment.ranks)
-        if name in ("params", "weight_bytes"):
-            return self._parameters(program) * (1 if name == "params" else self._stored_bytes)
-        if name == "size":
-            return (self._parameters(program) + shapes.outside_layers) * self._stored_bytes
-        if name == "experts":
-            return sum(self._experts(program)) / max(1, len(self._experts(self.model.program)))
-        if name in ("kv_bytes", "wire_bytes"):
-            count = _kept_bytes if name == "kv_bytes" else _sent_bytes
-            return self._sum(name, program, lambda part: count(shapes, self._plan(part)))
-        assert aspect.on is not None
-        if name == DRAFT_PASS:
-            return self._seconds(aspect.on, program, self.drafting(aspect.on).plan(program))
-        seconds = self._seconds(aspect.on, program)
-        if name == "latency":
-            return seconds
-        return seconds / self._dense_seconds[aspect.on]
+        return self._sum(
+            "kv_bytes", program, lambda part: sum(map(sum, footprint(self._plan(part), shapes).kept)) / BLOCK_TOKENS
+        )
+
+    def sent_bytes(self, program: Program) -> float:
+        return self._sum("wire_bytes", program, lambda part: _sent_bytes(self.model.shapes, self._plan(part)))
+
+    def pass_seconds(self, program: Program, on: str) -> float:
+        """Predict what a pass takes that drafts a token of every text."""
+        return self.seconds(program, on, self.drafting(on).plan(program))
+
+    def slowness(self, program: Program, on: str) -> float:
+        """Predict the time of a token in parts of the unedited model's."""
+        return self.seconds(program, on) / self._dense_seconds[on]
 
     def drafting(self, on: str) -> DraftPrices:
         if on not in self._drafting:
@@ -165,14 +168,14 @@ class Pricing:
         mixtures = (one for one in program.sublayers() if shapes.of(one).mixture is not None)
         return [shapes.experts(one) for one in mixtures if one.kind == FEED_FORWARD]
 
-    def _parameters(self, program: Program) -> int:
+    def parameters(self, program: Program) -> int:
         found = set(program.sublayers())
         sizes = self._sizes
         for sublayer in found - sizes.keys():
             sizes[sublayer] = sublayer.parameters(self.model.shapes.layer_shapes)
         return sum(sizes[sublayer] for sublayer in found)
 
-    def _seconds(self, on: str, program: Program, draft: Plan | None = None) -> float:
+    def seconds(self, program: Program, on: str, draft: Plan | None = None) -> float:
         """Predicted seconds per token, or of a pass.
 
         Args:
@@ -266,10 +269,10 @@ class Pricing:
     @cached_property
     def _dense_seconds(self) -> dict[str, float]:
         timed = {aspect.on for aspect in self.aspects if aspect.on is not None}
-        return {on: self._seconds(on, self.model.program) for on in timed}
+        return {on: self.seconds(self.model.program, on) for on in timed}
 
     @cached_property
-    def _stored_bytes(self) -> int:
+    def stored_bytes(self) -> int:
         return self._plan(_ONE, self.model.shapes.dtype).dtype_bytes
 
 
@@ -323,11 +326,6 @@ def _stretches(nodes: tuple[Node, ...]) -> Iterator[tuple[Node, ...]]:
         found = [node]
     if found:
         yield tuple(found)
-
-
-def _kept_bytes(shapes: ModelShapes, plan: Plan) -> float:
-    """Bytes of one token in the caches of all ranks, as they count it when they choose a cache's size."""
-    return sum(map(sum, footprint(plan, shapes).kept)) / BLOCK_TOKENS
 
 
 def _sent_bytes(shapes: ModelShapes, plan: Plan) -> float:

@@ -11,12 +11,13 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from surgeon.errors import did_you_mean
 from surgeon.memory import parse_size, show_size
 
 if TYPE_CHECKING:  # who reads quantities does without numpy
+    from surgeon.language.program import Program
     from surgeon.quality.summary import Quality
 
 HERE = "here"  # in the place of a hardware: this machine
@@ -34,8 +35,9 @@ class Quantity:
     Attributes:
         read: its cost in a user's text; ValueError with what would do.
         show: a cost for people.
-        measure: its cost by what was measured of a program, of the task it is of; NaN where that is not known. None: it
-            follows from the program alone.
+        price: its cost by a `Pricing` and a program alone, on some hardware where it is `timed`; ValueError where the
+            ranks cannot run the program. None: it is measured.
+        measure: its cost by what was measured of a program, of the task it is of; NaN where that is not known.
         timed: whether it is of some hardware.
         upward: whether more is better: its cost is its inverse, or of a depth its negative.
         divides: whether limits can be written in parts of the unedited model's.
@@ -44,6 +46,7 @@ class Quantity:
     name: str
     read: Callable[[str], float]
     show: Callable[[float], str]
+    price: Callable[[Any, Program, str], float] | None = None
     measure: Callable[[Quality, str], float] | None = None
     timed: bool = False
     upward: bool = False
@@ -121,39 +124,78 @@ def _show_times(cost: float) -> str:
 QUANTITIES = {
     quantity.name: quantity
     for quantity in (
-        Quantity("depth", _layers, "{:g}".format),  # steps one after the other, in layers of the model
-        Quantity("syncs", _whole, _show_number),  # synchronisations of one forward pass on the ranks
-        Quantity("params", _parameters, _show_number),  # of the layers' matrices, each counted once
-        Quantity("weight_bytes", parse_size, show_size),  # that these take, as the model stores them
-        Quantity("size", parse_size, show_size),  # of the whole model's weights, as it stores them
-        Quantity("experts", _number, "{:.4g}".format),  # that a mixture has, the mean over the model's mixtures
-        Quantity("kv_bytes", parse_size, show_size),  # that all ranks together cache of one token
-        Quantity("wire_bytes", parse_size, show_size),  # that a rank sums or gathers per token
-        Quantity("latency", _seconds, show_seconds, timed=True),  # seconds per token, predicted or measured here
+        # Steps one after the other, in layers of the model.
+        Quantity("depth", _layers, "{:g}".format, lambda costs, program, _: costs.depth(program)),
+        # Synchronisations of one forward pass on the ranks.
+        Quantity("syncs", _whole, _show_number, lambda costs, program, _: program.sync_points(costs.deployment.ranks)),
+        # Of the layers' matrices, each counted once.
+        Quantity("params", _parameters, _show_number, lambda costs, program, _: costs.parameters(program)),
+        # That these take, as the model stores them.
+        Quantity(
+            "weight_bytes",
+            parse_size,
+            show_size,
+            lambda costs, program, _: costs.parameters(program) * costs.stored_bytes,
+        ),
+        # Of the whole model's weights, as it stores them.
+        Quantity(
+            "size",
+            parse_size,
+            show_size,
+            lambda costs, program, _: (
+                (costs.parameters(program) + costs.model.shapes.outside_layers) * costs.stored_bytes
+            ),
+        ),
+        # That a mixture has, the mean over the model's mixtures.
+        Quantity("experts", _number, "{:.4g}".format, lambda costs, program, _: costs.experts(program)),
+        # That all ranks together cache of one token.
+        Quantity("kv_bytes", parse_size, show_size, lambda costs, program, _: costs.kept_bytes(program)),
+        # That a rank sums or gathers per token.
+        Quantity("wire_bytes", parse_size, show_size, lambda costs, program, _: costs.sent_bytes(program)),
+        # Seconds per token, predicted or measured here.
+        Quantity("latency", _seconds, show_seconds, lambda costs, program, on: costs.seconds(program, on), timed=True),
         # Times the unedited model's tokens per second.
-        Quantity("speedup", _times, _show_times, timed=True, upward=True, divides=False),
+        Quantity(
+            "speedup",
+            _times,
+            _show_times,
+            lambda costs, program, on: costs.slowness(program, on),
+            timed=True,
+            upward=True,
+            divides=False,
+        ),
         # Seconds of a pass that drafts a token of every text, beside the unedited model's keys and values.
-        Quantity(DRAFT_PASS, _seconds, show_seconds, timed=True),
+        Quantity(
+            DRAFT_PASS, _seconds, show_seconds, lambda costs, program, on: costs.pass_seconds(program, on), timed=True
+        ),
         # Times the unedited model's tokens per second, with the same text, where the program drafts for it.
         Quantity(
             DRAFT,
             _times,
             _show_times,
-            lambda found, _: found.more.get("draft_time", math.nan),
+            measure=lambda found, _: found.more.get("draft_time", math.nan),
             timed=True,
             upward=True,
             divides=False,
         ),
         # From the unedited model, nats per token.
-        Quantity("divergence", _positive, "{:.4g} nats".format, lambda found, _: found.divergence, divides=False),
-        Quantity("perplexity", _positive, "{:.4g}".format, lambda found, _: found.perplexity),  # on the text
+        Quantity(
+            "divergence", _positive, "{:.4g} nats".format, measure=lambda found, _: found.divergence, divides=False
+        ),
+        Quantity("perplexity", _positive, "{:.4g}".format, measure=lambda found, _: found.perplexity),  # on the text
     )
 }
 
 
-_DEEP = Quantity("depth", lambda text: -_layers(text), lambda cost: f"{-cost:g}", upward=True)
+_DEEP = Quantity(
+    "depth",
+    lambda text: -_layers(text),
+    lambda cost: f"{-cost:g}",
+    lambda costs, program, _: -costs.depth(program),
+    upward=True,
+)
 ACCURACY = "accuracy"  # of a task; it takes so long that only the best by divergence are measured
-_ACCURACY = Quantity(ACCURACY, _number, "{:.4g}".format, lambda found, name: 1 - found.more.get(name, math.nan))
+_ACCURACY = Quantity(ACCURACY, _number, "{:.4g}".format, measure=lambda found, name: 1 - found.more.get(name, math.nan))
 _UNITS = {"divergence": "divergence from the original (nats/token)", "depth": "effective depth (layers)"}
 
 
@@ -186,7 +228,7 @@ class Aspect:
 
     @property
     def is_priced(self) -> bool:
-        return self.quantity.measure is None
+        return self.quantity.price is not None
 
     def measured(self, found: Quality) -> float:
         """Its cost by what was measured of a program; infinite where that is not known."""

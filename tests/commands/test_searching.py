@@ -12,7 +12,7 @@ import pytest
 import surgeon
 from surgeon.commands import search_worker, searching
 from surgeon.commands.app import main
-from surgeon.searches.study import GIVEN
+from surgeon.searches.workers import GIVEN
 
 TEXT: dict[str, Any] = {"tokens": 128, "window": 32}
 

@@ -34,7 +34,7 @@ from surgeon.quality.text import VERIFIED
 from surgeon.runtime.comm.link import Link
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.drafts import with_draft
-from surgeon.searches.drafting import Drafting, DraftObstacles, FoundDraft, by_verified_keys
+from surgeon.searches.drafting import DraftObstacles, DraftValue, FoundDraft, by_verified_keys
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.priced import PricedQuestion
@@ -93,8 +93,8 @@ def priced(**ways: Any) -> Pricing:
     return Pricing(SMALL, (PASS,), replace(LIKE, **ways), LOAD, {"hw": hardware(launch="1e-4", collective="2e-4")})
 
 
-def drafts() -> Drafting:
-    return Drafting(priced(), DRAFT, GREEDY)
+def drafts() -> DraftValue:
+    return DraftValue(priced(), DRAFT, GREEDY)
 
 
 def measured(*accepted: float, by: str = GREEDY) -> Quality:
@@ -111,13 +111,13 @@ def test_a_pass_of_a_draft_is_that_of_whole_predictions(ways: dict[str, Any]) ->
     for program in map(Program.parse, texts):
         (whole,) = predict_drafting(SMALL.shapes, (DENSE, program), pricing.hardware["hw"], LOAD, deployment, [0.7])
         assert pricing.price(PASS, program) == pytest.approx(whole.draft, rel=1e-9)
-        found = Drafting(pricing, DRAFT, GREEDY).by_quality(program, measured(0.6, 0.8))
+        found = DraftValue(pricing, DRAFT, GREEDY).by_quality(program, measured(0.6, 0.8))
         assert found is not None
         assert found.ahead == whole.ahead
         assert found.speedup == pytest.approx(whole.speedup)
     assert pricing.price(PASS, Program.parse("A0 A0 F0")) == math.inf
-    assert Drafting(pricing, DRAFT, GREEDY).by_quality(Program.parse("A0 A0 F0"), measured(0.9)) is None
-    assert Drafting(pricing, DRAFT, SAMPLED).by_quality(HALF, measured(0.9)) is None
+    assert DraftValue(pricing, DRAFT, GREEDY).by_quality(Program.parse("A0 A0 F0"), measured(0.9)) is None
+    assert DraftValue(pricing, DRAFT, SAMPLED).by_quality(HALF, measured(0.9)) is None
 
 
 def test_what_slices_send_is_what_ranks_count() -> None:

@@ -5,24 +5,18 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import optuna
-import psutil
 import pytest
-import torch
 from optuna.trial import TrialState
 
 from surgeon.searches.search import make_sampler
 from surgeon.searches.storage import open_storage
-from surgeon.searches.study import WORKER, WorkerProcesses, counted, interruptible, kept, open_study, run_trials
+from surgeon.searches.study import WORKER, counted, kept, open_study, run_trials
 from tests.searches.made_up_search import search
-from tests.waiting import PATIENCE, wait_until
 
 TRIALS = 14
 ADDRESSES = {"sqlite": "sqlite:///{}/study.db", "journal": "journal:{}/study.log"}
@@ -135,114 +129,3 @@ def test_no_more_are_begun_when_the_time_is_over_but_for_the_first(tmp_path: Pat
     for _ in range(2):
         run_trials(study, searching.objective, 5, 0.0, lambda _: None)
         assert len(counted(study)) == 1
-
-
-# What a worker runs in these tests: it writes down what it was given, and that it was interrupted.
-CODE = """
-import os, sys, time
-from pathlib import Path
-from typing import Any
-from surgeon.searches.study import given_to_worker
-index, given = given_to_worker()
-folder, what = Path(given["folder"]), given["what"]
-(folder / str(index)).write_text(" ".join([os.environ["OMP_NUM_THREADS"], what, *sys.argv[1:]]))
-try:
-    if what == "sleep": time.sleep(60)
-    if what == "fail" and index == 2: sys.exit("error: no such model")
-except KeyboardInterrupt:
-    (folder / f"{index}.interrupted").touch()
-"""
-COMMAND = ["-c", CODE, "a"]
-ORPHAN = """
-import sys, time
-from pathlib import Path
-from typing import Any
-from surgeon.searches import workers
-with workers.WorkerProcesses(2, ["-c", Path(sys.argv[2]).read_text(), sys.argv[1]], {}, Path(sys.argv[1])):
-    time.sleep(60)
-"""
-CHILD = """
-import sys, time
-from pathlib import Path
-from typing import Any
-from surgeon.searches.study import interruptible
-try:
-    with interruptible(1):
-        Path(sys.argv[1], "started").touch()
-        time.sleep(60)
-except KeyboardInterrupt:
-    Path(sys.argv[1], "interrupted").touch()
-"""
-
-
-@pytest.fixture(autouse=True)
-def program(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("surgeon.threads.usable_cores", lambda: 7)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-
-
-def workers(count: int, folder: Path, what: str, say: Callable[[str], None]) -> WorkerProcesses:
-    return WorkerProcesses(count, COMMAND, {"folder": str(folder), "what": what}, folder, say)
-
-
-def test_they_run_what_they_are_given_with_a_share_of_the_cores(tmp_path: Path) -> None:
-    said: list[str] = []
-    with workers(3, tmp_path, "end", said.append) as others:
-        pass
-    assert [process.returncode for process in others.processes] == [0, 0]
-    for index in (1, 2):
-        assert (tmp_path / f"{index}").read_text() == "2 end a"
-    assert said == []
-
-
-def test_one_that_fails_is_told_of(tmp_path: Path) -> None:
-    said: list[str] = []
-    with workers(4, tmp_path, "fail", said.append) as others:
-        wait_until(lambda: bool(said))
-    number = others.processes[1].pid
-    assert said == [f"worker 2 (process {number}) ended with exit code 1: error: no such model; the others go on"]
-
-
-def test_one_that_is_killed_is_told_of(tmp_path: Path) -> None:
-    said: list[str] = []
-    others = workers(3, tmp_path, "sleep", said.append)
-    others.__enter__()
-    wait_until(lambda: (tmp_path / "1").exists() and (tmp_path / "2").exists())
-    others.processes[0].kill()
-    wait_until(lambda: bool(said))
-    others.__exit__(KeyboardInterrupt, None, None)
-    assert "worker 1 (process" in said[0]
-    assert said[0].endswith("was ended by SIGKILL; the others go on")
-    assert len(said) == 1
-    assert (tmp_path / "2.interrupted").exists()
-
-
-def test_one_alone_starts_nothing(tmp_path: Path) -> None:
-    with workers(1, tmp_path, "end", print) as others:
-        assert others.processes == []
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_they_are_interrupted_when_the_first_is_killed(tmp_path: Path) -> None:
-    (tmp_path / "child").write_text(CHILD)
-    first = subprocess.Popen([sys.executable, "-c", ORPHAN, str(tmp_path), str(tmp_path / "child")])
-    wait_until((tmp_path / "started").exists)
-    children = psutil.Process(first.pid).children()
-    first.kill()
-    first.wait()
-    wait_until((tmp_path / "interrupted").exists)
-    assert psutil.wait_procs(children, timeout=PATIENCE)[1] == []
-
-
-def test_the_end_of_a_job_is_an_interruption() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-
-    def be_ended() -> None:
-        with interruptible(0):
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(10)
-
-    with pytest.raises(KeyboardInterrupt):
-        be_ended()
-    assert signal.getsignal(signal.SIGTERM) == before
