@@ -144,6 +144,8 @@ class RackExchange:
             raise rest if isinstance(rest, BaseException) else ValueError(f"nobody needed {rest[0]}")
         for thread in self._threads:
             thread.join()
+        if self._failure is not None:
+            raise self._failure
         self.before_checkpoint()
         self._checkpoints.barrier().wait()
 
