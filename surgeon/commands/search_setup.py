@@ -132,7 +132,7 @@ def read_question(arguments: Mapping[str, Any]) -> Question:
             values[name] = ",".join(several)
         elif given is not None or name == "objective":
             raise ValueError(f"{name} is a text, or several of them, not {shown(given)}")
-    for name in ("data", "output", "holdout_data"):
+    for name in ("data", "output", "holdout_data", "heal_data"):
         if name in values:
             values[name] = str(values[name])
     using = arguments["using"]

@@ -103,11 +103,11 @@ def test_what_a_folder_has_is_not_found_again(tmp_path: Path, monkeypatch: pytes
 
 
 def test_gradients_go_on_where_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from surgeon.analysis.factors import gradients
+    from surgeon.analysis.factors import calibration
 
     model, whole, ran = tiny_model("llama", 2), importance(tiny_model("llama", 2), "taylor"), list[int]()
-    monkeypatch.setattr(gradients, "_KEPT_EVERY", 2)
-    really = gradients._gradients
+    monkeypatch.setattr(calibration, "_KEPT_EVERY", 2)
+    really = calibration._gradients
 
     def killed(*args: Any) -> Any:
         ran.append(1)
@@ -115,7 +115,7 @@ def test_gradients_go_on_where_they_were(tmp_path: Path, monkeypatch: pytest.Mon
             raise KeyboardInterrupt
         return really(*args)
 
-    monkeypatch.setattr(gradients, "_gradients", killed)
+    monkeypatch.setattr(calibration, "_gradients", killed)
     with pytest.raises(KeyboardInterrupt):
         importance(model, "taylor", tmp_path)
     found = importance(model, "taylor", tmp_path)

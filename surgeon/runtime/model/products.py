@@ -149,7 +149,7 @@ def laid_out(weight: Tensor, packs: bool = True) -> Product:
         kernels = kernels_for(weight)
         if kernels is not None:
             return Panels(weight, kernels)
-        pays = len(weight) > 0 and -len(weight) % PANEL <= MOST_FILLING * len(weight)
+        pays = weight.numel() > 0 and -len(weight) % PANEL <= MOST_FILLING * len(weight)
         if torch.backends.mkldnn.is_available() and pays:
             return Packed(weight)
     return Transposed(weight.t().contiguous())
