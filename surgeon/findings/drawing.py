@@ -169,7 +169,7 @@ def sheet(picture: Picture, heading: str) -> Figure:
     down = math.ceil(len(panels) / across)
     across = math.ceil(len(panels) / down)
     inches = ((across * width + 90) / POINTS, (down * (height + 60) + 70) / POINTS)
-    figure = Figure(figsize=inches, layout="constrained", dpi=110)
+    figure = Figure(figsize=inches, layout="compressed", dpi=110)  # maps have square cells
     places = list(figure.subplots(down, across, squeeze=False).flat)
     for axes, one in zip(places, panels, strict=False):
         one.draw(axes)
@@ -195,7 +195,7 @@ def sheet(picture: Picture, heading: str) -> Figure:
 def save(figure: Figure, path: Path) -> Path:
     """Write a figure as a PNG file that is whole or not there."""
     with whole_file(path) as beside:
-        figure.savefig(beside, format="png")
+        figure.savefig(beside, format="png", bbox_inches="tight")
     return path
 
 

@@ -186,6 +186,7 @@ def reach_table(scan: ScanTable) -> Table:
 
 _ORDERS_SHOWN = 12  # layers of a random order, before it is cut short
 _FIELDS = {"perplexity": "perplexity", "divergence": "divergence"}
+_STRETCHES = "First layer of the stretch down, last layer across; the diagonal is single layers."
 
 
 @dataclass(frozen=True)
@@ -221,7 +222,7 @@ class ScanMaps:
         found = {}
         names = self._names(over_stretches=True)
         if len(names) > 1:
-            found["heatmaps"] = self._side_by_side(names)
+            found["heatmaps"] = self._picture(names, _STRETCHES)
         return found | {f"heatmap-{name}": self._picture([name]) for name in self._cells}
 
     def _picture(self, names: list[str], caption: str = "", shared: str = "") -> Picture:
@@ -236,17 +237,11 @@ class ScanMaps:
         )
         return Picture(maps, f"{caption} {colours} {shared}".strip(), legend=legend)
 
-    def _side_by_side(self, names: list[str]) -> Picture:
-        shared = ""
-        if len(names) > 1:
-            shared = "These maps share one scale, that of heatmaps.png."
-        caption = "First layer of the stretch down, last layer across; the diagonal is single layers."
-        return self._picture(names, caption, shared)
-
     def galleries(self) -> Iterator[Block]:
         """Draw maps over stretches on one scale, then the others on another one, and what experts get and give."""
         if names := self._names(over_stretches=True):
-            yield self._side_by_side(names)
+            shared = "These maps share one scale, that of heatmaps.png." if len(names) > 1 else ""
+            yield self._picture(names, _STRETCHES, shared)
         if names := self._names(over_stretches=False):
             yield self._picture(names, "Each layer alone, with every value of a parameter.")
         if len(self.experts):
