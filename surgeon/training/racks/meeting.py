@@ -8,17 +8,18 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # torch does export it
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch does export it
 
-from surgeon.processes.rendezvous import serve_store
+from surgeon.processes.rendezvous import connect_store, key_prefix, serve_store
 from surgeon.processes.sockets import interface_of
+from surgeon.processes.torchrun import TorchrunEnvironment
 from surgeon.training.checkpoints import checkpoints_of, fault_of, remove_checkpoint
 from surgeon.training.racks.run_files import RESULT_FILE, rack_folder
 
 Address = tuple[str, int]
 
 
-def open_store(meet: Address, index: int, is_held: bool, away: float) -> TCPStore:
+def open_store(meet: Address, index: int, is_held: bool, away: float) -> Store:
     """The store in which racks find each other, at an address of rack 0's machine.
 
     Args:
@@ -30,19 +31,20 @@ def open_store(meet: Address, index: int, is_held: bool, away: float) -> TCPStor
         OSError: if the port is taken, or nobody holds the store in time.
     """
     host, port = meet
-    timeout = timedelta(seconds=away)
+    place = TorchrunEnvironment(index, index + 1, 0, 1, host, port, patience=away)
     if index == 0 and not is_held:
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-            return serve_store(socket.create_server((host, port), family=family), timeout)
+            listening = socket.create_server((host, port), family=family)
         except OSError as error:
             raise OSError(
                 f"rack 0 cannot listen at {host}:{port} ({error.strerror or error}); give another --meet to all racks, "
                 "or end what listens there"
             ) from None
+        return PrefixStore(key_prefix(place), serve_store(listening, timedelta(seconds=away)))
     try:
-        return TCPStore(host, port, wait_for_workers=False, timeout=timeout)
-    except RuntimeError:
+        return connect_store(place)
+    except TimeoutError:
         raise OSError(
             f"rack 0 has not come to {host}:{port} within {away:g} s; start it, then the same command goes on"
         ) from None
