@@ -51,8 +51,17 @@ def open_store(meet: Address, index: int, is_held: bool, away: float) -> Store:
 
 
 def interface_to(meet: Address) -> str | None:
-    """The network interface by which this machine reaches an address, such as eth0; None if that cannot be told."""
-    family, _, _, _, address = socket.getaddrinfo(*meet, type=socket.SOCK_DGRAM)[0]
+    """The network interface by which this machine reaches an address, such as eth0; None if that cannot be told.
+
+    Raises:
+        OSError: if the address is no machine's.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(*meet, type=socket.SOCK_DGRAM)[0]
+    except socket.gaierror as error:
+        raise OSError(
+            f"{meet[0]} cannot be found from here ({error.strerror}); --meet names rack 0's machine"
+        ) from None
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing
         return interface_of(probe.getsockname()[0])

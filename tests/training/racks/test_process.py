@@ -99,6 +99,10 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         (["3", "--meet", "127.0.0.1:3"], "rack 3: .* has racks 0 to 2, and no rack 3"),
         (["0", "--meet", "here"], "'here' is no address; write it as HOST:PORT"),
         (["1"], "required: --meet"),
+        (
+            ["1", "--meet", "no.such.invalid:3"],
+            "rack 1: no.such.invalid cannot be found from here .*--meet names rack 0",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(more: list[str], expected: str, refused: Any) -> None:
