@@ -112,7 +112,7 @@ def test_other_axes_are_swept_and_drawn(model: Path, file: Path, tmp_path: Path,
         (prompt, new) for prompt in (8, 16, 32) for new in (2, 4)
     ]
     assert out.startswith("small on round: 2 ranks, wire, float32\n")
-    assert out.splitlines()[2].split()[:4] == ["program", "prompt", "new", "first"]
+    assert out.splitlines()[3].split()[:4] == ["program", "prompt", "new", "first"]
     assert max(map(len, out.splitlines())) <= 80
     assert surgeon_says("report", tmp_path / "results", "-o", tmp_path / "page.html")[0] == 0
     page = (tmp_path / "page.html").read_text()

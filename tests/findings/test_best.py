@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
-
-from PIL import Image
 
 from surgeon.cost.best import Choice, Extent, choice_table, describe_reaches
 from surgeon.findings.prediction import BestPrograms
@@ -64,12 +61,3 @@ def test_the_table_has_every_programs_speedup() -> None:
     assert list(table["winner"]) == ["lp", "dense", "ladder", ""]
     assert list(table["ladder_speedup"][:3]) == [1.2, 1.01, 1.9]
     assert table["speedup"].isna().to_list() == [False, False, False, True]
-
-
-def test_the_picture_shows_winners_in_their_colours(tmp_path: Path) -> None:
-    picture = Image.open(BestPrograms(choice_table(FOUND), record={"heading": "winners"}).draw(tmp_path)[0]).convert(
-        "RGB"
-    )
-    colours = {colour for _, colour in picture.getcolors(picture.width * picture.height) or []}
-    assert (0xE0, 0xE0, 0xE0) in colours  # nothing pays
-    assert len({colour for colour in colours if max(colour) - min(colour) > 40}) >= 2
