@@ -59,8 +59,8 @@ def _show(
         bool,
         option(
             "Write a line of JSON for each prompt: prompt, text, finish_reason (stop or length), and tokens, the ids "
-            "of the new ones; with --draft also how many were drafted and accepted, tokens_per_pass of the model, and "
-            "tokens_per_second.",
+            "of the new ones; with --draft or --pipeline also how many were drafted and accepted, tokens_per_pass of "
+            "the model, and tokens_per_second.",
             "--json",
         ),
     ] = False,
@@ -80,7 +80,7 @@ def _show(
         if alone:
             print(event.text, end="" if event.finish_reason is None else "\n", flush=True)
         elif event.finish_reason is not None and as_json:
-            print(_json_line(text, "draft" in call.keywords), flush=True)
+            print(_json_line(text, "draft" in call.keywords or call.keywords["pipeline"]), flush=True)
         elif event.finish_reason is not None:
             written += 1
             line = " ".join(text.prompt.split())
@@ -160,8 +160,9 @@ def generate(
         bool,
         option(
             "Have each of --ranks hold a stretch of the layers, in place of a share of every layer: only streams go "
-            "from one to the next. While one computes, those before it go on with other texts. For models that do not "
-            "fit one machine; it was not faster than one rank."
+            "from one to the next. While one computes, those before it go on with other texts, or with what the coda "
+            "of the checkpoint's first rack drafts (surgeon heal --racks writes codas), which the others verify: "
+            "the same texts. For models that do not fit one machine; it was not faster than one rank."
         ),
     ] = False,
     ranks: Ranks = 1,

@@ -97,11 +97,22 @@ class Generation:
             f"decode   {sum(usage.new for usage in usages)} tokens{texts} at {rate}",
         ]
         if plan.stretches:
-            spans = ", ".join(f"{begin}:{end}" for begin, end in pairwise((0, *plan.stretches)))
-            lines.append(f"nodes    {spans}, a stretch on each rank")
+            lines += self._pipeline()
         else:
             lines += self._drafts() if self.drafts else self._collectives(program)
         return "\n".join(hanging(line[:_KEY], line[_KEY:]) for line in lines)
+
+    def _pipeline(self) -> list[str]:
+        plan = self.plan
+        usages = [text.usage for text in self.texts]
+        spans = ", ".join(f"{begin}:{end}" for begin, end in pairwise((0, *plan.stretches)))
+        drafted = sum(usage.drafted for usage in usages)
+        accepted = sum(usage.accepted for usage in usages)
+        drafts = f"{accepted} of {drafted} tokens of the coda's were right ({accepted / max(1, drafted):.0%})"
+        return [
+            f"nodes    {spans}, a stretch on each rank",
+            f"drafts   {drafts if drafted else 'none: one token of each text in flight'}",
+        ]
 
     def _drafts(self) -> list[str]:
         """Lines of drafted tokens that were right, and of what a token takes then."""

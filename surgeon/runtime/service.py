@@ -92,7 +92,8 @@ class Service(AbstractContextManager["Service"]):
         shared = 1 if options.pipeline else ranks
         plan = make_plan(model, shared, options.max_tokens, program, device, halves=options.halves, **options.ways)
         if options.pipeline:
-            plan = with_stretches(plan, ranks)
+            # Texts that fill all ranks gain nothing by drafts, and codas are for the checkpoint's own program.
+            plan = with_stretches(plan, ranks, drafts=options.max_batch < ranks and program is None)
         elif options.draft == CODA:
             plan = with_coda(plan)
         elif options.draft is not None and options.draft != LOOKUP:

@@ -38,7 +38,8 @@ class ServiceOptions:
             what else is drawn keeps its distribution.
         draft_tokens: how many at a time; by default as many as pay (runtime/batching/ahead.py).
         pipeline: have each rank hold a stretch of the program, one behind the other, in place of a share of all of it;
-            while one computes what the one before has sent, that goes on with other texts. Texts are the same.
+            while one computes what the one before has sent, that goes on with other texts, or with what the coda of the
+            checkpoint's first rack drafts, if it has any. Texts are the same.
 
     Raises:
         ValueError: if the ranks are not connected, a number is too small, there are no such drafts or not of another
@@ -95,7 +96,10 @@ class ServiceOptions:
         if not self.pipeline:
             return
         if self.draft is not None:
-            raise ValueError("in a pipeline ranks go on with other texts, and nothing is drafted; leave the draft out")
+            raise ValueError(
+                "a pipeline drafts with the coda of the checkpoint's first rack, and with nothing else; leave the "
+                "draft out"
+            )
         if self.ranks.device != "cpu":
             raise ValueError("pipelines run on CPU ranks only, so far; use the device cpu")
         if self.ranks.compression is not None:

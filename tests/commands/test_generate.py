@@ -21,6 +21,7 @@ from surgeon.commands.app import main
 from surgeon.runtime import service
 from surgeon.runtime.worker import ranks
 from tests import warm
+from tests.codas import save_codas
 from tests.tiny_models import damage, save_checkpoint
 from tests.waiting import PATIENCE, wait_until
 
@@ -83,12 +84,17 @@ def test_text_on_stdout_and_figures_on_stderr(
 def test_a_pipeline_writes_the_same_texts(
     options: list[str], tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    save_codas(tiny_checkpoint, AutoModelForCausalLM.from_pretrained(tiny_checkpoint), cut=1, noise=0.3)
     expected = records(capfd, tiny_checkpoint, PROMPTS[:2], *options)
     piped = ["--pipeline", "--ranks", "2", *options]
-    found = records(capfd, tiny_checkpoint, PROMPTS[:2], *piped)
-    assert [one["tokens"] for one in found] == [one["tokens"] for one in expected]
+    for batch in ("1", "2"):  # fewer texts than ranks are drafted for
+        found = records(capfd, tiny_checkpoint, PROMPTS[:2], *piped, "--max-batch", batch)
+        assert [one["tokens"] for one in found] == [one["tokens"] for one in expected]
+        assert any(one["drafted"] for one in found) == (batch == "1" and not options)
     assert generate(tiny_checkpoint, *piped) == 0
-    assert re.search(r"nodes    0:\d, \d:8, a stretch on each rank", capfd.readouterr().err)
+    err = capfd.readouterr().err
+    assert "nodes    0:2, 2:8, a stretch on each rank" in err
+    assert options or re.search(r"drafts   \d+ of \d+ tokens of the coda's were right", err)
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ class Limits:
         expected_share: what share of the tokens that they may add texts are expected to add, before any has ended.
         as_pays: whether fewer tokens are drafted, or none, where that is faster.
         looked_up: whether a text's drafts are what it has in itself (lookup.py); otherwise passes draft them.
-        stretches: how many ranks a pass goes through, one after the other (worker/pipeline.py).
+        stretches: how many ranks a pass goes through, one after the other (in_flight.py).
     """
 
     max_batch: int

@@ -164,6 +164,8 @@ class Sequence:
         accepted: of these, how many it has taken over.
         hits: how many were right lately.
         lookup: of its own tokens, where those are the drafts.
+        unverified: how many of the last tokens are drafts that have not been verified, where passes go on before others
+            have ended (in_flight.py).
     """
 
     request: Request
@@ -182,6 +184,21 @@ class Sequence:
     accepted: int = 0
     hits: Hits = field(default_factory=Hits)
     lookup: Lookup = field(default_factory=Lookup)
+    unverified: int = 0
+
+    @property
+    def known(self) -> int:
+        """How many tokens there are but drafts."""
+        return len(self.tokens) - self.unverified
+
+    def take_unverified(self) -> list[int]:
+        """Take off the drafts, which have not been computed then."""
+        known = self.known
+        self.unverified = 0
+        drafts = self.tokens[known:]
+        del self.tokens[known:]
+        self.computed = min(self.computed, known)
+        return drafts
 
     @classmethod
     def of(cls, request: Request) -> Sequence:

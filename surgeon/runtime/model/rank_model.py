@@ -81,7 +81,7 @@ class RankModel(RankProgram):
     Attributes:
         vocabulary: its rows of the embedding and of the output head.
         ends: what becomes of embedded tokens, and the final norm.
-        coda: behind the program, if any; the model predicts by it.
+        coda: behind the program, if any; the model predicts by it, but where ranks have stretches of the program.
         arriving: of a stretch that embeds no tokens, the stream before it.
         watcher: takes note of when a recorded pass has computed what spans of it were noted for (`recording.spanned`).
     """
@@ -181,12 +181,15 @@ class RankModel(RankProgram):
         return self.ends.placed(embedded, positions)
 
     def stream_after(self, stream: Tensor, shared: Pass, places: list[int] | None = None) -> Tensor:
-        """The stream after the program and its coda, (tokens, hidden)."""
+        """The stream after the program and its coda, (tokens, hidden); of a stretch both, side by side."""
         if self.coda is None:
             return super().stream_after(stream, shared, places)
         stream = super().stream_after(stream, shared)
         self.coda.counts = self.counts
-        return self.coda.behind(stream, shared, places)
+        behind = self.coda.behind(stream, shared, places)
+        if self.plan.stretch is None:
+            return behind
+        return torch.cat([stream, behind], -1)
 
     def next_logits(
         self,
@@ -213,7 +216,7 @@ class RankModel(RankProgram):
 
     def own_logits(self, stream: Tensor) -> Tensor:
         """This rank's logits, (tokens, rows), of the stream behind the program."""
-        if self.coda is not None:
+        if self.coda is not None and self.plan.stretch is None:
             return self.coda.logits(stream)
         return self.vocabulary.logits(self.ends.final_norm(stream))
 

@@ -33,7 +33,7 @@ from surgeon.runtime.batching.windows import (
     text_blocks,
 )
 from surgeon.runtime.plan.placement import computed_of, work_of
-from surgeon.runtime.plan.specification import Plan
+from surgeon.runtime.plan.specification import CodaPlan, Plan
 
 LEAST_SAVED = 0.1  # of a text's room, that a division is worth
 MOST_GROUPS = 8  # every one costs each pass a table to look up, and each row some bytes to the other ranks
@@ -45,7 +45,7 @@ class CacheGroups:
 
     Attributes:
         windows: of the groups.
-        slots: by rank, the group of each slot; a draft's own come behind those of the program.
+        slots: by rank, the group of each slot; a coda's, or a draft's own, come behind those of the program.
     """
 
     windows: Windows
@@ -70,8 +70,9 @@ def cache_groups(plan: Plan) -> CacheGroups:
     counted: Counter[int | None] = Counter(window for own in windows for window in set(own))
     widest: int | None = None if None in counted or not counted else max(one for one in counted if one is not None)
     together = CacheGroups((widest,), tuple((0,) * len(own) for own in windows))
+    plans = [plan] if plan.coda is None else [plan, plan.coda.plan]
     # Attentions may keep what the first factors of k and v give, each in a tensor of its own.
-    in_rank_space = plan.kv != "full" and plan.can_be_low_rank
+    in_rank_space = plan.kv != "full" and any(one.can_be_low_rank for one in plans)
     if len(counted) < 2 or in_rank_space:
         return together
     most = max(own.count(window) for own in windows for window in counted)
@@ -102,7 +103,10 @@ def _slot_windows(plan: Plan, rank: int) -> list[int | None]:
     """The window of each of a rank's attentions, None where it is as long as any text."""
     parts = [part for work in work_of(plan, rank) for part in work.parts]
     windows = [plan.window(part.sublayer) for part in parts if part.slot is not None]
-    return [None if window is None or window >= plan.max_tokens else window for window in windows]
+    own = [None if window is None or window >= plan.max_tokens else window for window in windows]
+    if plan.coda is None:
+        return own
+    return own + _slot_windows(plan.coda.plan, rank)
 
 
 @dataclass(frozen=True)
@@ -166,29 +170,42 @@ def footprint(plan: Plan, source: Sizes | None = None) -> Footprint:
         matrices = 0
     rows = _vocabulary_rows(plan, matrices) + source.position_rows
     whole = _program_footprint(plan, source, rows)
-    if plan.draft is None:
+    if plan.draft is not None:
+        weights = [
+            own + _numbers_beside(plan, plan.draft.plan, source, rank) * plan.dtype_bytes
+            for rank, own in enumerate(whole.weights)
+        ]
+        beside = _program_footprint(plan.draft.plan, source, 0)
+        if plan.draft.plan.coda is not None:
+            coda = _coda_footprint(plan.draft.plan.coda)
+            weights = list(map(operator.add, weights, coda.weights))
+            beside = _side_by_side(beside, coda, plan)
+        added = (tuple(kept[number] for number in own) for kept, own in zip(beside.kept, plan.draft.own, strict=True))
+        return replace(
+            whole,
+            weights=tuple(weights),
+            kept=tuple(map(operator.add, whole.kept, added)),
+            buffers=tuple(map(max, zip(whole.buffers, beside.buffers, strict=True))),
+            copies=tuple(map(max, zip(whole.copies, beside.copies, strict=True))),
+        )
+    if plan.coda is None:
         return whole
-    draft = plan.draft.plan
-    weights = [
-        own + _numbers_beside(plan, draft, source, rank) * plan.dtype_bytes for rank, own in enumerate(whole.weights)
-    ]
-    beside = [_program_footprint(draft, source, 0)]
-    if draft.coda is not None:
-        coda = draft.coda.plan
-        stored = ModelWeights(TensorFile(draft.coda.file), coda.family, coda.head_dim)
-        has_head = stored.names.own(f"{coda.family.head}.weight") in stored.store
-        beside.append(_program_footprint(coda, stored, _vocabulary_rows(coda, has_head)))
-        weights = list(map(operator.add, weights, beside[-1].weights))
-    added = []
-    for rank, own in enumerate(plan.draft.own):
-        kept = [number for one in beside for number in one.kept[rank]]
-        added.append((*whole.kept[rank], *(kept[number] for number in own)))
-    return replace(
-        whole,
-        weights=tuple(weights),
-        kept=tuple(added),
-        buffers=tuple(map(max, zip(*(one.buffers for one in (whole, *beside)), strict=True))),
-        copies=tuple(map(max, zip(*(one.copies for one in (whole, *beside)), strict=True))),
+    return _side_by_side(whole, _coda_footprint(plan.coda), plan)
+
+
+def _coda_footprint(coda: CodaPlan) -> Footprint:
+    own = ModelWeights(TensorFile(coda.file), coda.plan.family, coda.plan.head_dim)
+    has_head = own.names.own(f"{coda.plan.family.head}.weight") in own.store
+    return _program_footprint(coda.plan, own, _vocabulary_rows(coda.plan, has_head))
+
+
+def _side_by_side(one: Footprint, other: Footprint, plan: Plan) -> Footprint:
+    return Footprint(
+        tuple(map(operator.add, one.weights, other.weights)),
+        tuple(map(operator.add, one.kept, other.kept)),
+        tuple(map(max, zip(one.buffers, other.buffers, strict=True))),
+        tuple(map(max, zip(one.copies, other.copies, strict=True))),
+        cache_groups(plan),
     )
 
 

@@ -146,7 +146,7 @@ class Plan:
         coda: a checkpoint's coda behind this program, its first rack, if it drafts tokens.
         draft: another program over the same weights that drafts tokens, if any.
         stretches: after how many nodes of the program each rank's stretch ends, where ranks hold stretches of it, one
-            behind the other (a pipeline); empty where every rank has a share of all.
+            behind the other (a pipeline); empty where every rank has a share of all. A coda is rank 0's then.
         stretch: which of the stretches this is, where it is one (`of_rank`); only the first one embeds and predicts.
     """
 
@@ -202,6 +202,7 @@ class Plan:
             program=str(Program(Program.parse(self.program).nodes[first:end])),
             ranks=1,
             stretches=(),
+            coda=None if rank else self.coda,
             stretch=rank,
         )
         return own, 0

@@ -1,8 +1,8 @@
 """The plan of a model whose layers lie on ranks one behind the other: a pipeline.
 
-Each rank has a stretch of the program's nodes, as even as they can be by how many numbers its weights have, the head of
-the first one among them. A program can be cut before any node but a late step, which would read the stream as it was
-within the rank before.
+Each rank has a stretch of the program's nodes, as even as they can be by how many numbers its weights have, the head
+and the coda of the first one among them. A program can be cut before any node but a late step, which would read the
+stream as it was within the rank before. Where codas draft, the first stretch is the checkpoint's first rack.
 """
 
 from __future__ import annotations
@@ -11,18 +11,26 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
+from surgeon.checkpoint.codas import read_codas
 from surgeon.checkpoint.random_weights import open_weights
+from surgeon.checkpoint.tensor_file import TensorFile
 from surgeon.language.program import Program, Step
-from surgeon.runtime.plan.memory import numbers_of
+from surgeon.models.weights import ModelWeights
+from surgeon.runtime.plan.codas import first_rack
+from surgeon.runtime.plan.memory import Sizes, numbers_of
 from surgeon.runtime.plan.specification import Plan
 from surgeon.words import plural
 
 
-def with_stretches(plan: Plan, ranks: int) -> Plan:
+def with_stretches(plan: Plan, ranks: int, drafts: bool) -> Plan:
     """A plan of one rank as one of so many, each of which has a stretch of the program; of one rank the plan itself.
 
+    Args:
+        drafts: whether the coda of the checkpoint's first rack is to draft, if it has one.
+
     Raises:
-        ValueError: if the program does not split into so many stretches, or decoding is asked for in fixed shapes.
+        FileNotFoundError, ValueError: if the program does not split into so many stretches, decoding is asked for in
+            fixed shapes, or codas are missing or damaged, or the program cannot be cut where they are.
     """
     if ranks == 1:
         return plan
@@ -38,36 +46,43 @@ def with_stretches(plan: Plan, ranks: int) -> Plan:
         )
     program = Program.parse(plan.program)
     weights = open_weights(plan.folder, plan.family, plan.head_dim)
+    head = plan.vocabulary * plan.hidden
+    first = 0
+    if drafts and read_codas(plan.folder, check_weights=False) is not None:
+        first, coda = first_rack(plan)
+        plan = replace(plan, rotaries=coda.plan.rotaries, coda=coda)
     late = [place for place, node in enumerate(program.nodes) if isinstance(node, Step) and node.late]
-    cuts = [place for place in range(1, len(program)) if place not in late]
+    cuts = [place for place in range(max(1, first), len(program)) if place not in late]
     if len(cuts) < ranks - 1:
-        why = ""
-        if late:
-            why = "; a late step reads the stream as it was within the stretch before it"
+        where = f" behind the first {first}, which the coda is for" if first else ""
+        why = "; a late step reads the stream as it was within the stretch before it" if late else ""
         raise ValueError(
             f"the program's {plural(len(program), 'node')} split into stretches for {plural(len(cuts) + 1, 'rank')} at "
-            f"most, not for {ranks}{why}; use fewer ranks, or the model's own program"
+            f"most{where}, not for {ranks}{why}; use fewer ranks, or the model's own program"
         )
-    # How many numbers the weights of each node have: the head's with the first.
-    costs = [
-        sum(numbers_of(plan, weights, (sublayer, 1)) for sublayer in Program((node,)).sublayers())
-        for node in program.nodes
-    ]
-    costs[0] += plan.vocabulary * plan.hidden
-    return replace(plan, ranks=ranks, stretches=even_stretches(costs, cuts, ranks))
+    # How many numbers the weights of each node have: the head's with the first, the coda's with its rack's last.
+    costs = [_numbers(plan, weights, Program((node,))) for node in program.nodes]
+    costs[0] += head
+    if plan.coda is not None:
+        own = ModelWeights(TensorFile(plan.coda.file), plan.coda.plan.family, plan.head_dim)
+        costs[first - 1] += head + _numbers(plan.coda.plan, own, Program.parse(plan.coda.plan.program))
+    return replace(plan, ranks=ranks, stretches=even_stretches(costs, cuts, ranks, first))
 
 
-def even_stretches(costs: Sequence[int], cuts: Sequence[int], ranks: int) -> tuple[int, ...]:
+def even_stretches(costs: Sequence[int], cuts: Sequence[int], ranks: int, first: int = 0) -> tuple[int, ...]:
     """After how many nodes each of some stretches ends, so that the most costly one costs least.
 
     Args:
         costs: of each node.
         cuts: after how many nodes there can be an end; of all nodes besides. There are enough of them.
+        first: where the first stretch ends; 0 for wherever is best.
     """
     until = [0, *accumulate(costs)]
     places = [*cuts, len(costs)]
     # By where a number of stretches ends: the cost of the most costly of them, and where each ends.
-    best: dict[int, tuple[int, tuple[int, ...]]] = {place: (until[place], (place,)) for place in places}
+    best: dict[int, tuple[int, tuple[int, ...]]] = {
+        place: (until[place], (place,)) for place in places if place == (first or place)
+    }
     for _ in range(ranks - 1):
         longer = dict[int, tuple[int, tuple[int, ...]]]()
         for place in places:
@@ -77,3 +92,7 @@ def even_stretches(costs: Sequence[int], cuts: Sequence[int], ranks: int) -> tup
                     longer[place] = min(found, longer.get(place, found))
         best = longer
     return best[len(costs)][1]
+
+
+def _numbers(plan: Plan, weights: Sizes, program: Program) -> int:
+    return sum(numbers_of(plan, weights, (sublayer, 1)) for sublayer in program.sublayers())

@@ -1,9 +1,10 @@
 """What ranks with stretches of a model do: each computes what comes from the rank before, and sends it on.
 
-Rank 0 has the scheduler, embeds tokens, and goes on with other texts while the others compute. The last rank sends the
-stream back to it, by which it chooses tokens as any rank 0 does. Passes come back in the order in which they were sent,
-and as many are on their way as there are ranks. They are computed as those of a whole model are: recorded, where they
-can be. A pipeline gives room, not speed: two ranks of the demo model came to 0.57 times the speed of one.
+Rank 0 has the scheduler, embeds tokens, and goes on with other texts, or with what a coda drafts, while the others
+compute (batching/in_flight.py). The last rank sends the stream back to it, by which it chooses tokens as any rank 0
+does. Passes come back in the order in which they were sent, and as many are on their way as there are ranks. They are
+computed as those of a whole model are: recorded, where they can be. What passes through the stretch of the first rank
+passes through the layers of its coda as well, if it has one, so that both have cached the same tokens.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import secrets
 import socket
 from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate
 from multiprocessing.connection import Client, Listener
 
 import torch
@@ -20,12 +22,13 @@ from torch import Tensor
 
 from surgeon.processes.sockets import address_of, watch_over
 from surgeon.runtime.batching.blocks import BlockPool
-from surgeon.runtime.batching.request import UNDEFINED, Choice
-from surgeon.runtime.batching.scheduler import Limits, Output, Scheduler
+from surgeon.runtime.batching.in_flight import InFlight
+from surgeon.runtime.batching.request import Choice
+from surgeon.runtime.batching.scheduler import Limits, Output
 from surgeon.runtime.batching.sequence import Row, ScheduledChunk, Wanted, asked_of
 from surgeon.runtime.batching.sequence import Sequence as Text
 from surgeon.runtime.batching.windows import Windows
-from surgeon.runtime.comm.collectives import Alone
+from surgeon.runtime.comm.collectives import Alone, Counts
 from surgeon.runtime.comm.pipes import Ring
 from surgeon.runtime.model.dynamic import DynamicPasses
 from surgeon.runtime.model.engine import RankEngine
@@ -77,45 +80,6 @@ def join(rank: Rank, addresses: list[str | tuple[str, int]], secret: bytes) -> N
 ROWS = 1024  # of tokens, whose stream lies always in the same memory, which recorded passes have the address of
 
 
-class InFlight(Scheduler):
-    """Open requests whose passes follow one another: `plan` and `sent` are called in turn, `arrived` at any time.
-
-    A pass goes through all ranks in the order in which it was sent, so what was sent counts as computed: whoever reads
-    a key later finds it. A text whose newest token is on its way waits for what comes next; meanwhile the next pass
-    takes others. So each has at most the share of one rank of the texts that run.
-    """
-
-    def _continued(self) -> list[ScheduledChunk]:
-        """The next texts that lack one token, each with blocks for it."""
-        ready = [one for one in self.running if len(one.tokens) - one.computed == 1]
-        chunks: list[ScheduledChunk] = []
-        for sequence in ready[: -(-len(self.running) // self.limits.stretches)]:
-            if sequence not in self.running or not self._make_room(sequence, len(sequence.tokens)):
-                break
-            chunks.append(ScheduledChunk(sequence, 1))
-        return [chunk for chunk in chunks if chunk.sequence in self.running]
-
-    def sent(self, chunks: Sequence[ScheduledChunk]) -> list[Output]:
-        """Note that a planned pass is on its way; texts to which nothing is added end with it."""
-        outputs: list[Output] = []
-        for chunk in chunks:
-            sequence = chunk.sequence
-            ends = chunk.completes and not sequence.wanted
-            sequence.computed += chunk.tokens
-            self.pool.learn(sequence.blocks, sequence.tokens, sequence.computed)
-            self.pool.leave_behind(sequence.blocks, sequence.computed)
-            if ends:
-                outputs.append(self._finish(sequence, "length"))
-        return outputs
-
-    def arrived(self, sequence: Text, choice: Choice) -> Output:
-        """Take the next token of a text."""
-        if choice[0] == UNDEFINED:
-            self.pool.forget(sequence.blocks)  # nobody shares what predicts nothing
-            return self._finish(sequence, "undefined")
-        return self._append(sequence, choice, ())
-
-
 class StretchEngine(RankEngine):
     """What one rank has of a model whose ranks have stretches of its program.
 
@@ -135,8 +99,10 @@ class StretchEngine(RankEngine):
         return self._division
 
     @torch.inference_mode()
-    def onward(self, rows: list[Row], cache: PagedCache, stream: Tensor | None = None) -> Tensor:
-        """One pass, which extends the cache: the stream behind this rank's stretch, which the next pass overwrites.
+    def onward(self, rows: list[Row], cache: PagedCache, stream: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """One pass, which extends the cache: the stream behind this rank's stretch, and that behind the coda.
+
+        Both are (tokens, hidden), the latter without numbers where there is no coda, and what the next pass overwrites.
 
         Args:
             stream: before the stretch; None on the first rank, which embeds its tokens.
@@ -146,12 +112,20 @@ class StretchEngine(RankEngine):
         if stream is not None:
             self.model.arriving = self._fixed[:tokens].copy_(stream) if tokens <= ROWS else stream
         with self._counted(self._phase(rows), rows):
-            return way.logits(rows, cache)
+            found = way.logits(rows, cache)
+        return found[:, : self.plan.hidden], found[:, self.plan.hidden :]
 
     @torch.inference_mode()
     def results(self, stream: Tensor, rows: list[Row]) -> Results:
         """What rows bring, by the stream behind the whole program at the places that they ask for, (places, hidden)."""
         return DynamicPasses(self.model).results(stream, rows, asked_of(rows))
+
+    @torch.inference_mode()
+    def drafted(self, behind: Tensor) -> list[int]:
+        """The likeliest tokens by the stream behind the coda, (rows, hidden); any where the logits are not finite."""
+        assert self.model.coda is not None, "only a coda drafts"
+        best = self.model.coda.vocabulary.best(self.model.coda.logits(behind), Counts())
+        return [max(0, int(token)) for token in best]
 
 
 class PipelineLeader(Leader):
@@ -162,27 +136,40 @@ class PipelineLeader(Leader):
 
     def __init__(self, engine: StretchEngine, cache: PagedCache, blocks: int, limits: Limits, ring: Ring) -> None:
         super().__init__(engine, cache, blocks, limits, ring)
-        self.scheduler = InFlight(BlockPool(blocks, windows=cache.windows), limits)
+        self.scheduler = InFlight(BlockPool(blocks, windows=cache.windows), limits, engine.model.coda is not None)
         self._ring = ring
         self._flights = deque[tuple[list[Text], list[Row]]]()  # passes on their way: whose rows, and these
 
     def step(self) -> list[Output]:
         """Send a pass, or take in the oldest one where as many are on their way as may be, or none is to be sent."""
-        chunks: list[ScheduledChunk] = []
         if len(self._flights) < self.scheduler.limits.stretches:
             chunks = self.scheduler.plan()
+        else:
+            chunks = []
         if chunks:
-            rows = [row for chunk in chunks for row in chunk.rows()]
-            self._ring.send(rows, self.engine.onward(rows, self.cache))
-            self._flights.append(([chunk.sequence for chunk in chunks], rows))
-            outputs = self.scheduler.sent(chunks)
+            outputs = self._send(chunks)
         else:
             outputs = self._take_in()
         self._note(outputs)
         return outputs
 
+    def _send(self, chunks: list[ScheduledChunk]) -> list[Output]:
+        """Compute a pass, send it on, and draft behind it."""
+        rows = [row for chunk in chunks for row in chunk.rows()]
+        drafting = [chunk.sequence for chunk in chunks if self.scheduler.drafts_behind(chunk)]
+        ends = accumulate(len(row.tokens) for row in rows)
+        places = [end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.sequence in drafting]
+        stream, behind = self.engine.onward(rows, self.cache)
+        self._ring.send(rows, stream)
+        self._flights.append(([chunk.sequence for chunk in chunks], rows))
+        outputs = self.scheduler.sent(chunks)
+        if drafting:
+            for sequence, token in zip(drafting, self.engine.drafted(behind[places]), strict=True):
+                self.scheduler.add_draft(sequence, token)
+        return outputs
+
     def _take_in(self) -> list[Output]:
-        """The next tokens of the texts of the oldest pass, but of those that have ended or gone on otherwise."""
+        """The next tokens of the texts of the oldest pass, but of those rows that do not count."""
         texts, rows = self._flights.popleft()
         _, stream = self._ring.receive()
         results = self.engine.results(stream, rows)
@@ -190,9 +177,8 @@ class PipelineLeader(Leader):
         drawn = iter(() if results.logits is None else results.logits.split(1))
         outputs = list[Output]()
         for text, row in zip(texts, rows, strict=True):
-            is_open = text in self.scheduler.running or text in self.scheduler.waiting
-            counts = is_open and row.start + len(row.tokens) == len(text.tokens)
             choice: Choice = (0, None)
+            counts = self.scheduler.counts(text, row)
             if row.wanted == Wanted.BEST:
                 choice = (next(best), None)
             elif row.wanted == Wanted.LOGITS:
@@ -213,16 +199,17 @@ class PipelineLeader(Leader):
 def relay(rank: Rank, engine: StretchEngine, cache: PagedCache) -> None:
     """What all ranks but the first do: compute what comes, and send it on, until there is nothing more."""
     assert rank.ring is not None, "ranks with stretches are connected before they work"
+    last = engine.is_last
     while True:
         message, stream = rank.ring.receive()
         if isinstance(message, list):
-            stream = engine.onward(message, cache, stream)
-            rank.ring.send(message, stream[asked_of(message).places] if engine.is_last else stream)
+            stream, _ = engine.onward(message, cache, stream)
+            rank.ring.send(message, stream[asked_of(message).places] if last else stream)
             engine.pause()
             continue
         if isinstance(message, Report):
             rank.notify(Account(message.ticket, rank.rank, engine.figures))
-        if not engine.is_last:
+        if not last:
             rank.ring.send(message)
         if message is None:
             return

@@ -25,6 +25,7 @@ from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.plan.stretches import with_stretches
 from surgeon.runtime.worker.leader import Account, Report
 from surgeon.runtime.worker.pipeline import PipelineLeader, StretchEngine, relay
+from tests.codas import save_codas
 from tests.runtime.model.test_coda import run as run_alone
 from tests.tiny_models import VOCABULARY, damage, tiny_model
 
@@ -84,33 +85,41 @@ def continued(model: Any, prompt: list[int], new: int = NEW) -> list[int]:
     return tokens
 
 
-def saved(folder: Path, family: str = "llama", **settings: Any) -> Any:
-    """A tiny model of five layers in a folder."""
+def saved(folder: Path, family: str = "llama", noise: float = 0.4, **settings: Any) -> Any:
+    """A tiny model of five layers in a folder, with a coda of two behind the second."""
     model = tiny_model(family, num_layers=5, **settings)
     model.save_pretrained(folder)
+    save_codas(folder, model, cut=2, depth=2, noise=noise)
     return model
 
 
-def planned(folder: Path, ranks: int) -> Plan:
-    return with_stretches(make_plan(folder, 1, 100), ranks)
+def planned(folder: Path, ranks: int, drafts: bool = True) -> Plan:
+    return with_stretches(make_plan(folder, 1, 100), ranks, drafts)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "family", "settings"),
+    ("ranks", "drafts", "family", "settings"),
     [
-        pytest.param(2, "llama", {"tie_word_embeddings": True}, marks=pytest.mark.thorough),
-        (3, "gemma2", {"sliding_window": 8, "tie_word_embeddings": False}),
-        (4, "llama", {}),
-        pytest.param(4, "gpt_neox", {}, marks=pytest.mark.thorough),
+        pytest.param(2, True, "llama", {"tie_word_embeddings": True}, marks=pytest.mark.thorough),
+        (3, True, "gemma2", {"sliding_window": 8, "tie_word_embeddings": False}),
+        (4, True, "llama", {}),
+        pytest.param(4, False, "gpt_neox", {}, marks=pytest.mark.thorough),
     ],
 )
-def test_tokens_in_flight_become_the_models(ranks: int, family: str, settings: dict[str, Any], tmp_path: Path) -> None:
+def test_tokens_in_flight_become_the_models(
+    ranks: int, drafts: bool, family: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
     model = saved(tmp_path, family, **settings)
-    plan = planned(tmp_path, ranks)
-    for prompts in ([PROMPTS[0]], PROMPTS):
+    plan = planned(tmp_path, ranks, drafts)
+    for prompts in ([PROMPTS[0]], PROMPTS[:2], PROMPTS):
         requests = [Request(number, tuple(prompt), GREEDY) for number, prompt in enumerate(prompts)]
-        found, _ = run(plan, requests, delay=0.001)
+        found, tally = run(plan, requests, delay=0.001)
         assert found == {number: continued(model, prompt) for number, prompt in enumerate(prompts)}
+        if drafts and ranks > len(prompts):
+            assert 0 < tally.accepted <= tally.drafted
+            assert tally.accepted < tally.drafted or model.config.tie_word_embeddings  # then texts repeat a token
+        elif not drafts:
+            assert tally.drafted == 0
 
 
 @pytest.mark.thorough
@@ -124,7 +133,7 @@ def test_texts_that_have_to_give_way_are_the_models(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("blocks", [pytest.param(64, marks=pytest.mark.thorough), 4])
-def test_drawn_texts_are_those_of_one_rank(blocks: int, tmp_path: Path) -> None:
+def test_drawn_texts_are_those_without_drafts(blocks: int, tmp_path: Path) -> None:
     saved(tmp_path)
     ways = [Sampling(1.0, seed=3), Sampling(0.8, top_k=20, seed=3, repetition_penalty=1.3), Sampling(0.0, logprobs=2)]
     requests = [
@@ -135,6 +144,7 @@ def test_drawn_texts_are_those_of_one_rank(blocks: int, tmp_path: Path) -> None:
     expected, _ = run_alone(engine, requests, drafts=0)
     found, tally = run(planned(tmp_path, 3), requests, blocks=blocks)
     assert found == expected
+    assert tally.drafted == 0  # only greedy texts are drafted for
     assert bool(tally.preempted) == (blocks < 64)
 
 
@@ -182,7 +192,7 @@ def test_all_ranks_say_what_passes_have_cost(tmp_path: Path) -> None:
 def test_an_undefined_logit_ends_its_text(tmp_path: Path) -> None:
     tiny_model("llama", num_layers=5).save_pretrained(tmp_path)
     damage(tmp_path, slice(None))
-    with pipeline(planned(tmp_path, 2), Limits(8, 100, stretches=2), 64, 0.0) as leader:
+    with pipeline(planned(tmp_path, 2, drafts=False), Limits(8, 100, stretches=2), 64, 0.0) as leader:
         leader.submit(Request(0, tuple(PROMPTS[0]), GREEDY))
         found = []
         while not leader.scheduler.idle:
