@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+from surgeon.words import aligned, hanging
+
 
 @dataclass(frozen=True)
 class Paragraph:
@@ -17,9 +19,10 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class Table:
-    """A table; the first column heads its rows.
+    """A table, of the page and as text of a terminal; the first column heads its rows.
 
     Attributes:
+        head: what is behind a comma, a unit, stands in a second line on a terminal.
         rows: cells as text; as many as `head` has, or fewer where the rest is empty.
         left: columns that hold words and stand left, beside the first.
         folded: shown only when asked for (and on paper if `printed`).
@@ -35,6 +38,15 @@ class Table:
     folded: bool = False
     printed: bool = True
     marked: frozenset[tuple[int, int]] = frozenset()
+
+    def __str__(self) -> str:
+        heads = [name.partition(", ")[::2] for name in self.head]
+        lines = [[name for name, _ in heads]]
+        if any(unit for _, unit in heads):
+            lines.append([unit for _, unit in heads])
+        text = aligned([*lines, *self.rows], {0, *self.left})
+        notes = (hanging("", line) for line in self.note.splitlines())
+        return "\n".join(filter(None, [self.caption, text, *notes]))
 
 
 @dataclass(frozen=True)

@@ -252,6 +252,7 @@ def is_served(running: Running) -> bool:
     return False
 
 
+@pytest.mark.thorough
 def test_a_flood_leaves_the_server_whole(chat_model: Path) -> None:
     """It may open 128 files; its log stays short, and once the flood is over it answers."""
     before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
