@@ -223,12 +223,7 @@ def factors_by(matrix: Tensor, left: Tensor, rank: int) -> Factors:
     factors = Factors(first, leading * roots)
     if leading.shape[1] == rank:
         return factors
-    return _padded(factors, rank)
-
-
-def _padded(factors: Factors, rank: int) -> Factors:
-    """The same factors with zeros up to a rank."""
-    missing = rank - len(factors.first)
+    missing = rank - len(factors.first)  # rows and columns of zeros
     pad = torch.nn.functional.pad
     return Factors(pad(factors.first, (0, 0, 0, missing)), pad(factors.second, (0, missing)))
 
