@@ -251,6 +251,7 @@ def test_racks_are_healed_one_by_one(heal: Any, surgeon_says: Run, tmp_path: Pat
     assert "rack by rack (layers 0:2, 2:4)" in (tmp_path / "page.html").read_text()
 
 
+@pytest.mark.thorough
 def test_racks_in_processes_come_to_the_same(heal: Any, tmp_path: Path) -> None:
     """The same weights and figures, distilled from the original, and nothing is left but tables."""
     results = []
