@@ -347,7 +347,6 @@ def heal(
     from surgeon.quality.data import window_for
     from surgeon.training.announce import announce, say, say_proof, say_stages
     from surgeon.training.arguments import join_processes
-    from surgeon.training.conversations import in_template, load_texts
     from surgeon.training.heal import (
         check_adapter,
         check_shapes,
@@ -360,7 +359,7 @@ def heal(
     )
     from surgeon.training.model import train_model
     from surgeon.training.resume import run_folder
-    from surgeon.training.texts import texts_by_weight
+    from surgeon.training.texts import in_template, load_texts, texts_by_weight
 
     how = _settings(settings, racks is not None)
     target = Path(output)

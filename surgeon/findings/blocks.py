@@ -19,7 +19,7 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class Table:
-    """A table, of the page and as text of a terminal; the first column heads its rows.
+    """A table of the page, of a terminal (`str`) and of Markdown; the first column heads its rows.
 
     Attributes:
         head: what is behind a comma, a unit, stands in a second line on a terminal.
@@ -47,6 +47,14 @@ class Table:
         text = aligned([*lines, *self.rows], {0, *self.left})
         notes = (hanging("", line) for line in self.note.splitlines())
         return "\n".join(filter(None, [self.caption, text, *notes]))
+
+    @property
+    def markdown(self) -> str:
+        aligned_by = [":--" if column == 0 or column in self.left else "--:" for column in range(len(self.head))]
+        lines = [self.head, aligned_by, *self.rows]
+        return "\n".join(
+            f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in line)} |" for line in lines
+        )
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,8 @@ from surgeon.findings.blocks import Block, Finding, Paragraph, Table
 from surgeon.findings.drawing import Chart, Picture, bars, points, scale
 from surgeon.findings.maps import Legend, Map
 from surgeon.findings.result import RunResult, TableFile
-from surgeon.language.operations.variants import DENSE
 from surgeon.memory import show_size
-from surgeon.words import NO_VALUE, TIMES, WIDTH, aligned, hanging, number, plural, times
+from surgeon.words import NO_VALUE, TIMES, hanging, number, plural, times
 
 AXES = ("ranks", "batch", "prompt", "new")
 PARTS = ("compute", "launches", "exposed")  # of a pass's time
@@ -201,53 +200,6 @@ def _line_chart(own: pd.DataFrame, column: str, along: str, y: str, title: str) 
             points(axes, rows[along], rows[column], tips, style, str(program))
 
     return Chart(title, draw, along, y, described=f"{y}, {title}")
-
-
-@dataclass(frozen=True, repr=False)
-class BestPrograms(RunResult):
-    """The result of a prediction of the best programs.
-
-    Attributes:
-        winners: a row for every link, number of ranks and batch, as in `best.csv`: what wins (nothing where the dense
-            model does not fit), and what every program wins there, times the dense one's speed.
-        choices: one for each link, number of ranks and batch; of a prediction just made.
-    """
-
-    COMMAND = "predict"
-    RECORD = "best.json"
-    TABLES: ClassVar = {"winners": TableFile("best.csv", ("ranks", "batch", "speedup"), ("link", "winner"))}
-
-    winners: pd.DataFrame
-    choices: Sequence[Any] = ()
-
-    def __str__(self) -> str:
-        unfit = ""
-        if (self.winners["winner"] == "").any():
-            unfit = " (-: it does not fit into memory)"
-        parts = [hanging("", self.heading), "", f"Fastest, and times as fast as the dense model{unfit}", ""]
-        for link, here in self.winners.groupby("link", sort=False):
-            cells = here.assign(text=[_words(one) for one in here.itertuples()])
-            table = cells.pivot(index="batch", columns="ranks", values="text").fillna("-")
-            table = table.reindex(index=here["batch"].unique(), columns=here["ranks"].unique())
-            parts += [str(link) or "no link", _across(table), ""]
-        if "reaches" in self.record:  # not in older ones
-            parts += ["The batches at which a program pays", "", self.record["reaches"]]
-        return "\n".join(parts).rstrip()
-
-
-def _across(table: pd.DataFrame) -> str:
-    """Batches down and ranks across; where those are too many for a terminal, the other half of them below."""
-    lines = [["batch", *(plural(int(ranks), "rank") for ranks in table.columns.to_numpy())]]
-    lines += [[str(batch), *texts] for batch, texts in zip(table.index, table.to_numpy(), strict=True)]
-    text = aligned(lines)
-    count = table.shape[1]
-    if count == 1 or max(map(len, text.splitlines())) <= WIDTH:
-        return text
-    return "\n\n".join(map(_across, (table.iloc[:, : count // 2], table.iloc[:, count // 2 :])))
-
-
-def _words(one: Any) -> str:
-    return {"": "-", DENSE: DENSE}.get(one.winner) or f"{one.winner} {one.speedup:.2f}"
 
 
 @dataclass(frozen=True, repr=False)
