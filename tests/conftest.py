@@ -59,17 +59,34 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that take long begin first, so that no worker is left with one when the others have ended."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
-    every = config.getoption("--thorough") or config.getoption("--cases")
     share = config.getoption("--one-in")
-    left_out = [
-        item
-        for item in items
-        if (not every and item.get_closest_marker("thorough")) or crc32(item.nodeid.encode()) % share
-    ]
+    left_out = [item for item in items if crc32(item.nodeid.encode()) % share]
+    if not (config.getoption("--thorough") or config.getoption("--cases")):
+        left_out += [item for item in items if item.get_closest_marker("thorough")]
+        if not any(".py" in argument for argument in config.args):
+            left_out += _two_thirds_of_cases([item for item in items if not item.get_closest_marker("thorough")])
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         gone = {*left_out}
         items[:] = [item for item in items if item not in gone]
+
+
+def _two_thirds_of_cases(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Of tests marked `sampled` all cases but a third (at least six), spread by a hash of their names.
+
+    On a class the mark names the tests that it is about.
+    """
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        mark = item.get_closest_marker("sampled")
+        test = item.nodeid.partition("[")[0]
+        if mark is not None and (not mark.args or test.rpartition("::")[2] in mark.args):
+            cases.setdefault(test, []).append(item)
+    left_out: list[pytest.Item] = []
+    for same_test in cases.values():
+        same_test.sort(key=lambda item: crc32(item.nodeid.encode()))
+        left_out += same_test[max(6, len(same_test) // 3) :]
+    return left_out
 
 
 def pytest_collection_finish() -> None:

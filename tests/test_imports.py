@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from functools import cache
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
@@ -63,19 +65,28 @@ def part_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+@cache
+def imports_in(path: Path) -> list[ast.Import | ast.ImportFrom | ast.Constant]:
+    """All imports of a file, at its top or inside functions, and strings that name modules; parsed once."""
+    return [
+        node
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        or (isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in MODULES)
+    ]
+
+
 def imported_parts(path: Path) -> Iterator[tuple[str, int]]:
     """The parts of surgeon that a module imports, anywhere in it, with the line; by a string counts, too."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in imports_in(path):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: write imports in full"
             assert node.module is not None
             names = [f"surgeon.{alias.name}" for alias in node.names] if node.module == "surgeon" else [node.module]
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in MODULES:
-            names = [node.value]
         else:
-            continue
+            names = [str(node.value)]
         for name in names:
             top, _, rest = name.partition(".")
             if top == "surgeon" and rest:
@@ -101,7 +112,7 @@ def test_no_room_imports_the_whole_package() -> None:
     wrong = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}"
         for path in modules()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in imports_in(path)
         if (isinstance(node, ast.Import) and any(alias.name == "surgeon" for alias in node.names))
         or (isinstance(node, ast.ImportFrom) and node.module == "surgeon")
     ]
@@ -138,7 +149,7 @@ def test_rooms_of_the_runtime_import_one_way() -> None:
 @pytest.mark.parametrize("room", WITHOUT_TORCH)
 def test_rooms_without_torch(room: str) -> None:
     for path in (PACKAGE / "runtime" / room).glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in imports_in(path):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert "torch" not in {name.partition(".")[0] for name in names}, f"{path}:{node}"
@@ -153,7 +164,7 @@ def import_graph() -> dict[str, set[str]]:
 def imports_of(path: Path, names: Mapping[str, Path]) -> set[str]:
     """Which of these modules a file imports anywhere in it."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in imports_in(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -212,9 +223,8 @@ def test_there_are_no_circles() -> None:
 def test_a_class_name_stands_for_one_thing() -> None:
     places: dict[str, list[str]] = {}
     for path in modules():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places.setdefault(node.name, []).append(path.relative_to(PACKAGE).as_posix())
+        for name in re.findall(r"^ *class ([A-Za-z]\w*)[\[(:]", path.read_text(), re.MULTILINE):
+            places.setdefault(name, []).append(path.relative_to(PACKAGE).as_posix())
     assert {name: where for name, where in places.items() if len(where) > 1} == {}
 
 
@@ -298,7 +308,7 @@ def test_what_is_imported_is_installed_with_surgeon() -> None:
         # For those who have pytest, vLLM, a PyTorch for GPUs, which brings triton, or its liger-kernel.
         if part_of(path) in ("testing", "vllm_plugin") or "triton" in path.parts:
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in imports_in(path):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             for top in (

@@ -51,7 +51,7 @@ from surgeon.quality.text import logits_of, text_quality, text_values
 from surgeon.training.distill.distiller import Distillation
 from surgeon.training.run import train
 from surgeon.training.settings import TrainSettings
-from surgeon.training.texts import TrainTexts, load_train_texts
+from surgeon.training.texts import TrainTexts, load_texts
 
 LAYERS, ALL_TEXT = 16, 1_000_000  # tokens: more than a run goes through
 RATES = {"lora": 1e-3, "full": 1e-4, "distilled": 3e-4, "control": 1e-4}  # the best of --sweep on lp-9
@@ -135,13 +135,13 @@ class Bench:
     def texts(self) -> TrainTexts:
         """The beginning of the training text, and held-out text."""
         tokens, window = self.arguments.eval_tokens, self.arguments.window
-        return load_train_texts(self.tokenizer, DEMO_TRAINING, window, ALL_TEXT, DEMO, tokens)
+        return load_texts(self.tokenizer, DEMO_TRAINING, window, ALL_TEXT, DEMO, tokens)
 
     @cached_property
     def sweep_texts(self) -> TrainTexts:
         """The same with the end of the training text to judge learning rates by."""
         tokens, window = self.arguments.eval_tokens, self.arguments.window
-        return load_train_texts(self.tokenizer, DEMO_TRAINING, window, ALL_TEXT, None, tokens)
+        return load_texts(self.tokenizer, DEMO_TRAINING, window, ALL_TEXT, None, tokens)
 
     def recipe(self, row: str) -> Recipe:
         """Of a row's edits the one with the least divergence on training text."""

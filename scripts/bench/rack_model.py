@@ -27,7 +27,7 @@ from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.demo import demo_data, demo_training_data
 from surgeon.quality.data import DEMO, Windows, digest_of
 from surgeon.quality.sources import DEMO_TRAINING
-from surgeon.training.texts import RunOrder, TrainingText, TrainTexts, load_train_texts
+from surgeon.training.texts import RunOrder, TrainingText, TrainTexts, load_texts
 
 if TYPE_CHECKING:
     from surgeon.training.settings import TrainSettings
@@ -44,7 +44,7 @@ def tokenizer() -> Any:
 
 def texts_of(window: int, held_out: int, tokens: int = ALL_TEXT) -> TrainTexts:
     """The beginning of the demo model's training text, and so many tokens that it never saw."""
-    return load_train_texts(tokenizer(), DEMO_TRAINING, window, tokens, DEMO, held_out)
+    return load_texts(tokenizer(), DEMO_TRAINING, window, tokens, DEMO, held_out)
 
 
 def bytes_of(window: int, held_out: int) -> TrainTexts:

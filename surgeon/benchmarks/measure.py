@@ -27,7 +27,7 @@ from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.ranks import Ranks
 
 WARM_UP_TOKENS = 2
-TRACED_TOKENS = 6  # new ones; the last pass is the one to look at
+PROFILED_TOKENS = 6  # new ones
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,9 @@ class RankBench:
         experts = {name: one.line(A_MIXTURE) for name, one in times.items() if one is not None}
         return cls(ranks, plans, unconnected, experts=experts)
 
-    def run(self, name: str, load: Workload, events: bool = False, marked: bool = False) -> list[RankRun]:
+    def run(self, name: str, load: Workload, marked: bool = False) -> list[RankRun]:
         """Run one program once; what each rank measured, as `run_timed` has it."""
-        runs: list[RankRun] = self.ranks.call(run_timed, *self._given(name, load), name, events, marked)
+        runs: list[RankRun] = self.ranks.call(run_timed, *self._given(name, load), name, marked)
         return runs
 
     def _given(self, name: str, load: Workload) -> tuple[list[Request], int, Limits]:
@@ -164,19 +164,10 @@ class RankBench:
         Args:
             path: what they are named after.
         """
-        short = replace(load, new=min(TRACED_TOKENS, load.new))
+        short = replace(load, new=min(PROFILED_TOKENS, load.new))
         runs = [Profiled(name, *self._given(name, short)) for name in self.plans]
         self.ranks.call(write_profile, runs, str(path.absolute()))
         return trace_files(path, self.ranks.options.ranks)
-
-    def trace(self, load: Workload) -> dict[str, list[RankRun]]:
-        """Every computation and exchange of the pass with the prompts and of one later pass, by program and rank."""
-        short = replace(load, new=min(TRACED_TOKENS, load.new))
-        found = {name: self.run(name, short, events=True) for name in self.plans}
-        return {
-            name: [RankRun(run.began, [run.passes[0], *run.passes[1:][-1:]]) for run in runs]
-            for name, runs in found.items()
-        }
 
 
 def summarise(runs: Sequence[RankRun], load: Workload, connected: bool) -> Measurement:

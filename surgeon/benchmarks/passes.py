@@ -17,11 +17,7 @@ import torch
 from surgeon.language.program import Step
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.model.engine import Figures
-from surgeon.runtime.plan.placement import Group
 
-EMBEDDING = "embedding"
-HEAD = "head"
-JOIN = "join"
 # Spans of passes that are recorded.
 COMPUTING = "computing"
 STARTING = "starting"
@@ -110,7 +106,6 @@ class Computation:
         first: which of the pass's exchanges is the first of these.
     """
 
-    step: Step
     began: float
     ended: float
     inside: int = 0
@@ -127,20 +122,12 @@ class Exchange:
     """One collective on one rank.
 
     Attributes:
-        what: the step whose output it sums, or the fork's join, the embedding, the head.
-        group: the ranks in it.
-        gather: whether it is an all-gather.
-        bytes: of this rank's operand, as sent.
         began: when it was started.
         started: when starting it was done, and the rank could go on.
         waited: when the rank came back for its result.
         ended: when it had it.
     """
 
-    what: Step | str
-    group: Group
-    gather: bool
-    bytes: int
     began: float
     started: float
     waited: float = 0.0
@@ -152,8 +139,7 @@ class Exchange:
 
     def read(self, read: Callable[[Mark], float]) -> Exchange:
         """The same with seconds in place of marks."""
-        moments = map(read, (self.began, self.started, self.waited, self.ended))
-        return Exchange(self.what, self.group, self.gather, self.bytes, *moments)
+        return Exchange(*map(read, (self.began, self.started, self.waited, self.ended)))
 
 
 @dataclass(slots=True)
@@ -181,8 +167,6 @@ class PassTiming:
     steps: list[float]
     layers: Counts
     vocabulary: Counts
-    computations: list[Computation] = field(default_factory=list)
-    exchanges: list[Exchange] = field(default_factory=list)
     starting: float = 0.0
     inside: list[int] = field(default_factory=list)
     launching: float = UNKNOWN
@@ -213,15 +197,13 @@ class PassRecorder:
         clock: that marks the beginning and the end of steps and exchanges; what they are is read at the pass's end.
         marking: whether it does.
         what: being computed.
-        events: whether each pass keeps its computations and exchanges.
         profiled: whether steps have names in a profile.
     """
 
     figures: Figures
     clock: HostClock = field(default_factory=HostClock)
     marking: bool = True
-    what: Step | str = EMBEDDING
-    events: bool = False
+    what: Step | str = ""
     profiled: bool = False
     computations: list[Computation] = field(default_factory=list)
     exchanges: list[Exchange] = field(default_factory=list)
@@ -235,23 +217,21 @@ class PassRecorder:
                 recording starts no exchange that could be seen here.
         """
         self._read()
-        timing = PassTiming(
-            decode=decode,
-            tokens=tokens,
-            began=began,
-            ended=ended,
-            waiting=sum(exchange.seconds for exchange in self.exchanges) if self.marking else None,
-            steps=[one.seconds for one in self.computations],
-            layers=sent[0],
-            vocabulary=sent[1],
-            starting=fmean(one.started - one.began for one in self.exchanges) if self.exchanges else 0.0,
-            inside=[one.inside for one in self.computations],
-            launching=self.clock.launched - began if self.marking else UNKNOWN,
+        self.passes.append(
+            PassTiming(
+                decode=decode,
+                tokens=tokens,
+                began=began,
+                ended=ended,
+                waiting=sum(exchange.seconds for exchange in self.exchanges) if self.marking else None,
+                steps=[one.seconds for one in self.computations],
+                layers=sent[0],
+                vocabulary=sent[1],
+                starting=fmean(one.started - one.began for one in self.exchanges) if self.exchanges else 0.0,
+                inside=[one.inside for one in self.computations],
+                launching=self.clock.launched - began if self.marking else UNKNOWN,
+            )
         )
-        if self.events:
-            timing.computations = self.computations
-            timing.exchanges = self.exchanges
-        self.passes.append(timing)
         self.drop()
 
     def _read(self) -> None:
@@ -269,16 +249,16 @@ class PassRecorder:
         """Begin another pass."""
         self.computations = []
         self.exchanges = []
-        self.what = EMBEDDING
 
     def replayed(self, spans: Sequence[tuple[Any, float, float]]) -> None:
         """Note the steps and exchanges of a pass that is computed from a recording, in which spans were noted."""
         found: dict[int, Exchange] = {}
-        for (kind, what), began, ended in spans:
+        for (kind, span), began, ended in spans:
             if kind == COMPUTING:
-                self.computations.append(Computation(what, began, ended))
-            elif kind == STARTING and what:
-                found[id(what)] = replace(what[0], began=began, started=ended)
-                self.exchanges.append(found[id(what)])
-            elif what:
-                found[id(what)].waited, found[id(what)].ended = began, ended
+                self.computations.append(Computation(began, ended))
+            elif kind == STARTING and span:
+                found[id(span)] = Exchange(began, ended)
+                self.exchanges.append(found[id(span)])
+            elif span:
+                found[id(span)].waited = began
+                found[id(span)].ended = ended

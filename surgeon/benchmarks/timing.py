@@ -18,9 +18,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from surgeon.benchmarks.passes import (
     COMPUTING,
-    EMBEDDING,
-    HEAD,
-    JOIN,
     STARTING,
     WAITING,
     Computation,
@@ -64,48 +61,40 @@ class TimedCollectives(Around):
 
     def all_reduce(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:  # noqa: ARG002
         """Start summing a tensor over the group; waiting on the result gives the sum. Waiting is timed apart always."""
-        return self._timed(self.inner.all_reduce, tensor, counts)
+        return self._timed("all-reduce", self.inner.all_reduce, tensor, counts)
 
     def start_all_gather(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:  # noqa: ARG002
         """The group's tensors, only started; waiting on the result gives the joined tensors."""
-        return self._timed(self.inner.start_all_gather, tensor, counts, HEAD)
+        return self._timed("all-gather", self.inner.start_all_gather, tensor, counts)
 
     def _timed(
-        self,
-        start: Callable[[Tensor, Counts], Callable[[], Tensor]],
-        tensor: Tensor,
-        counts: Counts,
-        vocabulary_name: str = EMBEDDING,
+        self, kind: str, start: Callable[[Tensor, Counts], Callable[[], Tensor]], tensor: Tensor, counts: Counts
     ) -> Callable[[], Tensor]:
         recorder = self.recorder
         if not recorder.marking:
             return start(tensor, counts)
         mark = recorder.clock.mark
-        gathers = counts.all_gathers
+        profiled = recorder.profiled
+        figures = recorder.figures
+        if counts is figures.prefill.vocabulary or counts is figures.decode.vocabulary:
+            name = f"{kind} of the vocabulary"
+        else:
+            name = f"{kind} {recorder.what}"
         sent = counts.bytes
         span: list[Exchange] = []
         began = mark()
-        with spanned((STARTING, span)):
+        with spanned((STARTING, span)), in_profile(f"start {name}", profiled):
             wait = start(tensor, counts)
         started = mark()
         if counts.bytes == sent:
             return wait
-        figures = recorder.figures
-        vocabulary = counts is figures.prefill.vocabulary or counts is figures.decode.vocabulary
-        exchange = Exchange(
-            what=vocabulary_name if vocabulary else recorder.what,
-            group=self.group,
-            gather=counts.all_gathers > gathers,
-            bytes=counts.bytes - sent,
-            began=began,
-            started=started,
-        )
+        exchange = Exchange(began, started)
         recorder.exchanges.append(exchange)
         span.append(exchange)
 
         def timed_wait() -> Tensor:
             exchange.waited = mark()
-            with spanned((WAITING, span)):
+            with spanned((WAITING, span)), in_profile(f"wait for {name}", profiled):
                 result = wait()
             exchange.ended = mark()
             return result
@@ -169,14 +158,14 @@ class TimedMachine(RankMachine):
                 return super().compute(step, stream)
         first = len(recorder.exchanges)
         began = recorder.clock.mark()
-        with spanned((COMPUTING, step)), in_profile(step, recorder.profiled):
+        with spanned((COMPUTING, None)), in_profile(step, recorder.profiled):
             partial = super().compute(step, stream)
         inside = len(recorder.exchanges) - first
-        recorder.computations.append(Computation(step, began, recorder.clock.mark(), inside, first=first))
+        recorder.computations.append(Computation(began, recorder.clock.mark(), inside, first=first))
         return partial
 
     def join(self, fork: Fork, added: Tensor) -> Partial:
-        self.recorder.what = JOIN
+        self.recorder.what = "join"
         return super().join(fork, added)
 
 
@@ -230,13 +219,11 @@ def run_timed(
     blocks: int,
     limits: Limits,
     name: str,
-    events: bool = False,
     marked: bool = False,
 ) -> RankRun:
     """Runs on a rank: continue texts until all have ended, and say where the time went.
 
     Args:
-        events: whether to return every computation and exchange of every pass.
         marked: whether to say on GPUs, too, what passes wait; that takes time.
 
     Raises:
@@ -245,7 +232,6 @@ def run_timed(
     engine: TimedEngine = rank.engines[name]
     recorder = engine.recorder
     engine.mark(marked)
-    recorder.events = events
     recorder.passes = []
     recorder.drop()
     began = now()
@@ -279,8 +265,8 @@ def trace_files(path: Path, ranks: int) -> tuple[Path, ...]:
 def write_profile(rank: Rank, runs: Sequence[Profiled], file: str) -> None:
     """Runs on a rank: continue every program's texts, and write what `torch.profiler` has seen, as a Chrome trace.
 
-    They have been continued once before, when kernels are chosen and passes are recorded. Steps have their names where
-    Python computes them, which is not in passes that are replayed from a recording.
+    They have been continued once before, when kernels are chosen and, on GPUs, passes are recorded. On CPUs none are
+    replayed from recordings, so that steps and what they send have names.
 
     Args:
         file: for all ranks; each writes the one of its own (`trace_files`).
@@ -293,6 +279,8 @@ def write_profile(rank: Rank, runs: Sequence[Profiled], file: str) -> None:
     for run in runs:
         engine: TimedEngine = rank.engines[run.name]
         engine.mark(False)
+        if not on_gpu:
+            engine.ways = tuple(way for way in engine.ways if not way.holds_caches)
         complete(rank, run.requests, run.blocks, run.limits, run.name)
     with profile(activities=activities) as profiler:
         for run in runs:
@@ -301,6 +289,8 @@ def write_profile(rank: Rank, runs: Sequence[Profiled], file: str) -> None:
             with record_function(run.name):
                 complete(rank, run.requests, run.blocks, run.limits, run.name)
             engine.recorder.profiled = False
+            if not on_gpu:
+                engine.ways = ways_through(engine.model)
     own = trace_files(Path(file), rank.settings.options.ranks)[rank.rank]
     with whole_file(own) as beside:
         profiler.export_chrome_trace(str(beside))

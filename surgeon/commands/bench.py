@@ -83,8 +83,8 @@ def bench(
     trace: Annotated[
         str | Path | None,
         option(
-            "Write a timeline of every program's prefill and one decoding pass, for chrome://tracing or Perfetto; "
-            "on GPUs what torch.profiler sees of the first passes, a file for each rank (NAME.rank0.json, ...)."
+            "Write what torch.profiler sees of every program's first passes, for chrome://tracing or Perfetto: a file "
+            "for each rank (NAME.rank0.json, ...)."
         ),
     ] = None,
     output: Annotated[
@@ -113,7 +113,6 @@ def bench(
     from surgeon.benchmarks.measure import RankBench
     from surgeon.benchmarks.plans import Needs, plan_candidates
     from surgeon.benchmarks.tables import bench_record, bench_table
-    from surgeon.benchmarks.trace import check_trace, write_trace
     from surgeon.commands.opening import as_list, as_range
     from surgeon.cost.candidates import open_candidates
     from surgeon.cost.workload import Workload
@@ -139,8 +138,8 @@ def bench(
     needs = Needs(on.ranks, prompt + new, on.device, ways)
     plans = plan_candidates(candidates, needs)
     unconnected = {one.name for one in candidates if not one.connected}
-    if trace is not None:
-        check_trace(Path(trace))
+    if trace is not None and (Path(trace).is_dir() or not Path(trace).absolute().parent.is_dir()):
+        raise ValueError(f"the trace {trace} must be a file in a folder that exists")
     if output is not None:
         make_folder(Path(output))
     kind = None if on.ranks == 1 else on.compression
@@ -153,7 +152,7 @@ def bench(
         measured = RankBench.load(running, plans, unconnected)
         with progress("bench", rounds * len(loads) * len(plans), "runs") as advance:
             results = measured.measure(loads, rounds, advance)
-        traces = () if trace is None else write_trace(measured, loads[0], Path(trace))
+        traces = () if trace is None else measured.profile(loads[0], Path(trace))
         divergence = {
             name: divergence_of_compressed(running, plans[name], texts, kind, name)
             for name, texts in windows.items()

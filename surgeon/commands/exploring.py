@@ -32,7 +32,7 @@ from surgeon.findings.explore import Exploration, NextStep
 from surgeon.findings.prediction import Predictions
 from surgeon.findings.result import RunResult
 from surgeon.findings.scan import Scan
-from surgeon.findings.search import SearchRun
+from surgeon.findings.search import SearchResult
 from surgeon.findings.similarity import Similarity
 from surgeon.opened import Model
 from surgeon.processes.files import make_folder, write_text
@@ -249,7 +249,7 @@ class Exploring:
         """Put all that there is on the page, with what to do next."""
         scanned = self._scan()
         similar = self._last(Similarity)
-        found = self._last(SearchRun)
+        found = self._last(SearchResult)
         if found is not None:
             write_text(self.folder / KNEE, found.recipe_text)
         here = self._here()
@@ -314,7 +314,7 @@ class Exploring:
             self.steps[f"on {machine.name}"] = _figures(made), time.monotonic() - start
         return predicted
 
-    def next_steps(self, scanned: Scan | None, found: SearchRun | None, here: Hardware | None) -> Iterator[NextStep]:
+    def next_steps(self, scanned: Scan | None, found: SearchResult | None, here: Hardware | None) -> Iterator[NextStep]:
         """The commands that go on from here and that this model can take, in order."""
         model = quote(self.record["model"])
         text = f"--data {quote(self.record['data'])}"
@@ -351,7 +351,7 @@ class Exploring:
                 f"-o {quote(str(self.folder))}",
             )
 
-    def _with_the_knee(self, found: SearchRun, model: str, text: str) -> Iterator[NextStep]:
+    def _with_the_knee(self, found: SearchResult, model: str, text: str) -> Iterator[NextStep]:
         knee = self._at(KNEE)
         exported = self._at("exported")
         able = [count for count in RANKS if self._works("ranks", [plural(count, "rank")])]

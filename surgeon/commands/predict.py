@@ -85,33 +85,6 @@ def deployment_of(
 
 def _show(
     call: partial[Predictions],
-    best: Annotated[
-        bool,
-        option(
-            "Which of the known programs is fastest on every link, for all ranks and batches of --sweep (by default "
-            "ranks up to a node's, batches up to 256), and at which batches each of them pays."
-        ),
-    ] = False,
-    depth: Annotated[
-        float | None, option("With --best: the least effective depth that may be chosen.", least=1)
-    ] = None,
-    keep: Annotated[
-        float | None, option("With --best: low ranks may leave this share of each matrix's parameters.")
-    ] = None,
-    allow: Annotated[
-        Sequence[str],
-        several(
-            "With --best: only these, e.g. lp,ladder; of halves, lp, ladder, ladder-over-lp, fused, tracks:4, "
-            "lowrank, lp+lowrank, ladder+lowrank."
-        ),
-    ] = (),
-    by: Annotated[
-        str,
-        option(
-            "With --best: what is to be short: a further token, the first one, or all (the rate of tokens).",
-            metavar="[token|first|rate]",
-        ),
-    ] = "token",
     draft: Annotated[
         str | None,
         option(
@@ -126,24 +99,12 @@ def _show(
     ] = (),
 ) -> None:
     asked = call.keywords
-    if best or draft is not None:
-        mode = "--best" if best else "--draft"
-        ignored = [name for name, given in (("--compare", "compare" in asked), ("--best", draft and best)) if given]
-        if ignored:
-            raise ValueError(f"{mode} does not look at {' and '.join(ignored)}; leave one of them out")
+    if draft is not None and "compare" in asked:
+        raise ValueError("--draft does not look at --compare; leave one of them out")
     if acceptance and draft is None:
         raise ValueError("--acceptance is for --draft; give --draft, too")
-    for name, given in (("depth", depth), ("keep", keep), ("allow", allow or None)):
-        if not best and given is not None:
-            raise ValueError(f"--{name} is for --best; give --best, too")
     found: Any
-    if best:
-        from surgeon.commands.predictions import best_programs
-        from surgeon.cost.best import Allowance
-
-        common = {name: value for name, value in asked.items() if name not in ("program", "batch")}
-        found = best_programs(allowance=Allowance(depth, keep, tuple(allow)), by=cast("Any", by), **common)
-    elif draft is not None:
+    if draft is not None:
         from surgeon.commands.predictions import predict_drafts
 
         found = predict_drafts(draft=draft, acceptance=_chances(acceptance), **asked)
@@ -214,8 +175,7 @@ def predict(
     output: Annotated[
         str | Path | None,
         option(
-            "Folder for predict.csv, predict.json, predict.png (best.csv and so on with --best, drafts.csv and so on "
-            "with --draft).",
+            "Folder for predict.csv, predict.json, predict.png (drafts.csv and so on with --draft).",
             "--output",
             "-o",
         ),

@@ -1,4 +1,4 @@
-"""Predictions for programs on hardware that is described, which of the known ones wins where, and where drafts pay."""
+"""Predictions for programs on hardware that is described, and where drafts pay."""
 
 from __future__ import annotations
 
@@ -12,16 +12,6 @@ import pandas as pd
 
 from surgeon.commands.on_ranks import draft_program
 from surgeon.commands.opening import as_list, as_range
-from surgeon.cost.best import (
-    METRICS,
-    Allowance,
-    Metric,
-    choice_table,
-    describe_reaches,
-    known_programs,
-    reaches,
-    survey,
-)
 from surgeon.cost.candidates import Candidate, open_candidates
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.drafts import check_chances, draft_cells
@@ -31,7 +21,7 @@ from surgeon.cost.sweep import SweepCell, parse_sweep
 from surgeon.cost.sweep import sweep as _sweep
 from surgeon.cost.workload import Workload
 from surgeon.errors import did_you_mean
-from surgeon.findings.prediction import AXES, DRAFT_COLUMNS, BestPrograms, DraftRun, words_of
+from surgeon.findings.prediction import AXES, DRAFT_COLUMNS, DraftRun, words_of
 from surgeon.language.program import Program
 from surgeon.named import on_disk
 from surgeon.opened import EditedModel, Model
@@ -39,12 +29,6 @@ from surgeon.processes.files import make_folder
 from surgeon.progress import progress
 from surgeon.provenance import provenance
 from surgeon.runtime.plan.drafts import named_draft
-
-_SHORT: dict[Metric, str] = {
-    "token": "time per token",
-    "first": "time to the first token",
-    "rate": "tokens per second",
-}
 
 
 class Asked(TypedDict, total=False):
@@ -147,49 +131,6 @@ def record_of(name: str, hardware: Hardware, cells: Sequence[SweepCell], said: d
         "hardware_file": write_hardware(hardware),
     }
     return provenance(name, "", **settings)
-
-
-def best_programs(
-    model: str | Path | Model,
-    hardware: str | Path | Hardware,
-    *,
-    allowance: Allowance | None = None,
-    by: Metric = "token",
-    **asked: Unpack[Asked],
-) -> BestPrograms:
-    """Which of the known programs is fastest on every link of the hardware, and at which batches each of them pays.
-
-    Args:
-        allowance: what quality may be given up; by default depth, and no low ranks.
-        by: what is to be short: a further token, the first one, or all ("rate").
-        model, hardware: as `predict` takes them.
-        asked: layers, prompt, new, ranks, sweep, output: as of `Asked`; by default a sweep of ranks up to a node's, and
-            of batches up to 256.
-
-    Raises:
-        FileNotFoundError, ValueError: as `predict`; and if there is no such measure, or no program is left to choose.
-    """
-    if by not in METRICS:
-        raise ValueError(f"there is no measure {by!r} to be fastest by; {did_you_mean(by, METRICS)}")
-    (first,) = open_candidates(model)
-    known = known_programs(first.model, allowance or Allowance(), as_range(asked.get("layers")))
-    machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
-    asked["sweep"] = asked.get("sweep") or f"ranks=1..{machine.devices},batch=1..256"
-    question = PredictionInputs.of(known, machine, asked, 1)
-    deployment = question.deployment
-    load = question.workload
-    folder = question.folder
-    links = 1 if deployment.link else max(1, len(machine.links))
-    with progress("predict", len(known) * links * prod(map(len, question.axes.values())), "predictions") as advance:
-        choices = survey(known, machine, deployment, load, question.axes, by, advance)
-    name = first.model.label
-    heading = f"{name} on {machine.name}: {deployment.dtype}, prompt {load.prompt}, {load.new} new, by {_SHORT[by]}"
-    said: dict[str, Any] = {"heading": heading, "reaches": describe_reaches(reaches(choices))}
-    found = BestPrograms(choice_table(choices), choices, record=said)
-    if folder is None:
-        return found
-    programs = {one.name: str(one.program(2)) for one in known}
-    return replace(found, record=provenance(name, "", **said, programs_on_2_ranks=programs)).save(folder)
 
 
 def predict_drafts(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,10 +12,11 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
+from surgeon.findings.blocks import Table
 from surgeon.findings.drawing import Chart, Picture, bars
 from surgeon.findings.result import RunResult, TableFile
 from surgeon.memory import show_size
-from surgeon.words import aligned, hanging, three_digits, times
+from surgeon.words import hanging, number, times, with_intervals
 
 COLUMNS = ("first_token_ms", "prefill_ms", "decode_ms", "per_token_ms", "tokens_per_second")
 RATIOS = ("first_token_speedup", "per_token_speedup", "tokens_per_second_speedup")
@@ -41,39 +42,46 @@ class Benchmark(RunResult):
     traces: tuple[Path, ...] = ()
 
     def __str__(self) -> str:
-        table = self.speeds
         parts = [hanging("", self.heading)]
         if "kernels" in self.record:  # not in older ones
             parts.append(hanging("kernels: ", self.record["kernels"]))
         parts += [hanging(f"{name}: ", line) for name, line in self.record.get("experts", {}).items()]
-        lines = [["program", "batch", "first token", "prefill", "decode", "per token", "tokens/s"]]
-        lines.append(["", "", "ms", "ms", "ms", "ms", ""])
-        for _, row in table.iterrows():
-            lines.append([row["program"], str(row["batch"]), *(three_digits(row[name]) for name in COLUMNS)])
-        parts += ["", "Latency, medians over rounds", aligned(lines)]
-        parts += ["", "One pass, on the rank that waits most", self._passes()]
-        if "decode_launching_ms" in table:
-            lines = [["program", "batch", "launched", "pass"], ["", "", "ms", "ms"]]
-            for _, row in self.speeds.iterrows():
-                times = row["decode_launching_ms"], row["decode_compute_ms"] + row["decode_waiting_ms"]
-                lines.append([row["program"], str(row["batch"]), *map(three_digits, times)])
-            parts += ["", "Until all of a decoding pass was launched, and the whole of it", aligned(lines)]
-        if table["program"].nunique() > 1:
-            parts += ["", f"Times as fast as {table['program'].iloc[0]} to the first token and per token"]
-            parts.append(self._ratios())
-        if "divergence" in table:
-            lines = [["program", "divergence", "95% interval"]]
-            for _, row in table.drop_duplicates("program").dropna(subset=["divergence"]).iterrows():
-                ends = "-"
-                if not math.isnan(row["divergence_high"]):
-                    ends = f"{row['divergence_low']:.3g} to {row['divergence_high']:.3g}"
-                lines.append([row["program"], f"{row['divergence']:.3g}", ends])
-            parts += ["", f"What {self.record['compression']} changes in predictions, nats per token", aligned(lines)]
-        return "\n".join(parts)
+        return "\n\n".join(["\n".join(parts), *map(str, self._tables())])
 
-    def _passes(self) -> str:
-        lines = [["program", "batch", "pass", "compute", "waiting", "", "collectives", "bytes"]]
-        lines.append(["", "", "", "ms", "ms", "", "", ""])
+    def _tables(self) -> Iterator[Table]:
+        table = self.speeds
+        programs = [[row["program"], str(row["batch"])] for _, row in table.iterrows()]
+
+        def rows(*columns: Iterable[float]) -> list[list[str]]:
+            cells = ([number(value, 3) for value in column] for column in columns)
+            return [[*names, *texts] for names, *texts in zip(programs, *cells, strict=True)]
+
+        begin = ["program", "batch"]
+        head = [*begin, "first token, ms", "prefill, ms", "decode, ms", "per token, ms", "tokens/s"]
+        yield Table("Latency, medians over rounds", head, rows(*(table[name] for name in COLUMNS)))
+        yield self._passes()
+        if "decode_launching_ms" in table:
+            whole = table["decode_compute_ms"] + table["decode_waiting_ms"]
+            caption = "Until all of a decoding pass was launched, and the whole of it"
+            yield Table(caption, [*begin, "launched, ms", "pass, ms"], rows(table["decode_launching_ms"], whole))
+        if table["program"].nunique() > 1:
+            ends = (table[f"per_token_speedup_{end}"] for end in ("low", "high"))
+            names = ("effective_depth", "sync_points", *RATIOS[:2])
+            spread = [f"{low:.2f}-{high:.2f}" if high > low else "" for low, high in zip(*ends, strict=True)]
+            last = [times(value) for value in table[RATIOS[2]]]
+            body = [
+                [*row, *more] for row, *more in zip(rows(*(table[one] for one in names)), spread, last, strict=True)
+            ]
+            caption = f"Times as fast as {table['program'].iloc[0]} to the first token and per token"
+            yield Table(caption, [*begin, "depth", "syncs", "first", "per token", "range", "tokens/s"], body)
+        if "divergence" in table:
+            measured = table.drop_duplicates("program").dropna(subset=["divergence"])
+            body = [[row["program"], *with_intervals(row, ["divergence"])] for _, row in measured.iterrows()]
+            caption = f"What {self.record['compression']} changes in predictions, nats per token"
+            yield Table(caption, ["program", "divergence", "95% interval"], body)
+
+    def _passes(self) -> Table:
+        rows = []
         for _, row in self.speeds.iterrows():
             for phase in ("prefill", "decode"):
                 if f"{phase}_compute_ms" not in row:
@@ -85,23 +93,10 @@ class Benchmark(RunResult):
                     share = f"{waiting / (compute + waiting):.0%}"
                 calls = row[f"{phase}_all_reduces"] + row[f"{phase}_all_gathers"]
                 counts = [f"{calls}+{row[f'{phase}_vocabulary_collectives']}", show_size(row[f"{phase}_bytes"])]
-                spent = [three_digits(compute), three_digits(waiting), share]
-                lines.append([row["program"], str(row["batch"]), phase, *spent, *counts])
-                if phase == "decode":
-                    lines[-1][:2] = ["", ""]
-        return aligned(lines)
-
-    def _ratios(self) -> str:
-        lines = [["program", "batch", "depth", "syncs", "first", "per token", "range", "tokens/s"]]
-        for _, row in self.speeds.iterrows():
-            first, token, rate = (times(row[name]) for name in RATIOS)
-            low, high = (row[f"per_token_speedup_{end}"] for end in ("low", "high"))
-            extent = ""
-            if not (low == high or math.isnan(low)):
-                extent = f"{low:.2f}-{high:.2f}"
-            begin = [row["program"], str(row["batch"]), f"{row['effective_depth']:g}", str(row["sync_points"])]
-            lines.append([*begin, first, token, extent, rate])
-        return aligned(lines)
+                spent = [number(compute, 3), number(waiting, 3), share]
+                rows.append([row["program"], str(row["batch"]), phase, *spent, *counts])
+        head = ["program", "batch", "pass", "compute, ms", "waiting, ms", "", "collectives", "bytes"]
+        return Table("One pass, on the rank that waits most", head, rows)
 
     def pictures(self) -> dict[str, Picture]:
         """`bench`: a decoding pass of every program, one panel per batch, what it computes and what it waits.
@@ -124,7 +119,7 @@ def _chart(title: str, table: pd.DataFrame, phase: str) -> Chart:
         waiting = np.zeros(len(table))
     speedups = table["per_token_speedup" if phase == "decode" else "first_token_speedup"]
     rates = zip(table["tokens_per_second"], speedups, strict=True)
-    notes = [f"{three_digits(rate)} tok/s, {speedup:.2f}x" for rate, speedup in rates]
+    notes = [f"{number(rate, 3)} tok/s, {speedup:.2f}x" for rate, speedup in rates]
 
     def draw(axes: Axes) -> None:
         parts = [("compute", 0, compute), ("waiting for collectives", 1, waiting)]

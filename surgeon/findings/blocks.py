@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+from surgeon.words import aligned, hanging
+
 
 @dataclass(frozen=True)
 class Paragraph:
@@ -17,9 +19,10 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class Table:
-    """A table; the first column heads its rows.
+    """A table of the page, of a terminal (`str`) and of Markdown; the first column heads its rows.
 
     Attributes:
+        head: what is behind a comma, a unit, stands in a second line on a terminal.
         rows: cells as text; as many as `head` has, or fewer where the rest is empty.
         left: columns that hold words and stand left, beside the first.
         folded: shown only when asked for (and on paper if `printed`).
@@ -35,6 +38,23 @@ class Table:
     folded: bool = False
     printed: bool = True
     marked: frozenset[tuple[int, int]] = frozenset()
+
+    def __str__(self) -> str:
+        heads = [name.partition(", ")[::2] for name in self.head]
+        lines = [[name for name, _ in heads]]
+        if any(unit for _, unit in heads):
+            lines.append([unit for _, unit in heads])
+        text = aligned([*lines, *self.rows], {0, *self.left})
+        notes = (hanging("", line) for line in self.note.splitlines())
+        return "\n".join(filter(None, [self.caption, text, *notes]))
+
+    @property
+    def markdown(self) -> str:
+        aligned_by = [":--" if column == 0 or column in self.left else "--:" for column in range(len(self.head))]
+        lines = [self.head, aligned_by, *self.rows]
+        return "\n".join(
+            f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in line)} |" for line in lines
+        )
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from surgeon.findings.check import Check
 from surgeon.findings.prediction import Predictions
 from surgeon.findings.result import RunResult, TableFile
 from surgeon.findings.scan import Scan
-from surgeon.findings.search import SearchRun
+from surgeon.findings.search import SearchResult
 from surgeon.findings.similarity import Similarity
 from surgeon.progress import clock
 from surgeon.words import hanging
@@ -57,7 +57,7 @@ class Exploration(RunResult):
     checked: Check | None = None
     scan: Scan | None = None
     similarity: Similarity | None = None
-    search: SearchRun | None = None
+    search: SearchResult | None = None
     predictions: Sequence[Predictions] = ()
     page: Any = None
 

@@ -197,7 +197,6 @@ class ScanMaps:
     scan: ScanTable
     orders: pd.DataFrame
     experts: pd.DataFrame
-    loads: pd.DataFrame
     cap: float = CAP
 
     @cached_property
@@ -281,25 +280,15 @@ class ScanMaps:
         title = f"{{row}}, {across} {{column}}"
         data = map_cells(values, down, cells[varied], cells, _FIELDS, title, base=self.scan.base)
         if operation == "experts" and len(self.experts):
-            data["notes"] = self._loads(cells)
+            load = self.experts.set_index(["layer", "expert"])["load"]
+            places = zip(cells["first"], cells["drop"].astype(int), strict=True)
+            data["notes"] = [f"gets {load[place]:.0%} of tokens" for place in places]
         rows, columns = values.shape
         title = title_of(operation)
         what = f"perplexity of every layer with every value of {across}"
         described = f"{title}: perplexity of {rows} layers, each alone with {columns} values of {across}"
         limit = self.scan.base * MARKED
         return Map(title, values, colours, (across, ""), data, what, described=described, limit=limit, flat=HALF)
-
-    def _loads(self, cells: pd.DataFrame) -> list[str]:
-        """What each expert gets, and who gets most of its layer where it is left out."""
-        load = self.experts.set_index(["layer", "expert"])["load"]
-        rest = self.loads.sort_values("load").drop_duplicates(["layer", "without"], keep="last")
-        most = rest.set_index(["layer", "without"])
-        notes = []
-        for place in zip(cells["first"], cells["drop"].astype(int), strict=True):
-            heir = most.loc[place]
-            share = f"without it expert {heir['expert']:g} gets {heir['load']:.0%}"
-            notes.append(f"gets {load[place]:.0%} of tokens; {share}")
-        return notes
 
     def _expert_map(self, column: str, title: str) -> Map:
         """What each expert gets or gives, layers down and experts across."""

@@ -67,7 +67,7 @@ class ConversationTokens:
 
 
 def read_conversations(
-    tokenizer: Any, data: str, longest: int, reading: Reading | None = None, after: int = 0
+    tokenizer: Any, data: str, longest: int, reading: Reading | None = None
 ) -> Iterator[ConversationTokens] | None:
     """The conversations of a table or a dataset, as a stream; None of other data, which is read as text.
 
@@ -77,7 +77,6 @@ def read_conversations(
         data: as `surgeon.quality.data.load_windows` takes it.
         longest, tokenizer: as `ConversationTokenizer` has them.
         reading: is told, as rows are read, how many have been, and what of them is left out.
-        after: how many rows are passed over at the start, as have been read before.
 
     Raises:
         FileNotFoundError: if there is no such file or dataset.
@@ -98,13 +97,13 @@ def read_conversations(
             columns = (column,)
     if not columns:
         return None
-    following = islice(chain(first, rows), after, None)
-    return _read(ConversationTokenizer(tokenizer, columns, longest), following, data, reading, after > 0)
+    return _read(ConversationTokenizer(tokenizer, columns, longest), chain(first, rows), data, reading)
 
 
 def _read(
-    convert: ConversationTokenizer, rows: Iterable[tuple[str, Row]], data: str, reading: Reading, has_answers: bool
+    convert: ConversationTokenizer, rows: Iterable[tuple[str, Row]], data: str, reading: Reading
 ) -> Iterator[ConversationTokens]:
+    has_answers = False
     for where, row in rows:
         found = convert(row, where)
         reading.rows += 1

@@ -12,7 +12,7 @@ import json
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import takewhile
 from operator import itemgetter
 from typing import Any
 
@@ -73,7 +73,7 @@ class _Coded:
 
 
 class TextTokens:
-    """Reads the tokens of documents one after the other; where it stands can be written down, to go on from there.
+    """Reads the tokens of documents one after the other.
 
     Args:
         tokenizer: of `transformers`.
@@ -92,19 +92,9 @@ class TextTokens:
         self._blocks = 0  # so far
         self._held: _Placed = []  # the last tokens of a document that goes on, by their places in the next block
 
-    def state(self) -> dict[str, Any]:
-        """Where it stands, as JSON values, for `resume`."""
-        return {"blocks": self._blocks, "held": self._held}
-
-    def resume(self, state: dict[str, Any]) -> None:
-        """Go on, with the same documents from their start, behind what another one had read that said `state`."""
-        self._blocks = state["blocks"]
-        self._held = [tuple(each) for each in state["held"]]
-
     def read(self, documents: Iterable[Iterable[str]]) -> Iterator[list[Tokens]]:
-        """The tokens of documents that come in pieces, some at a time; its state is that behind what it gave last."""
-        blocks = (block for pieces in documents for block in self._cut(pieces))
-        rest = islice(blocks, self._blocks, None)
+        """The tokens of documents that come in pieces, some at a time."""
+        rest = (block for pieces in documents for block in self._cut(pieces))
         most = _FIRST
         while batch := _up_to(rest, most):
             coded = self._code([block.text for block in batch])

@@ -13,7 +13,7 @@ begins anew with each of its pieces.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal, cast, get_args
 
 import datasets
@@ -99,20 +99,6 @@ class Packer:
             self._open = []
             yield from map(self._padded, left)
 
-    def state(self) -> dict[str, Any]:
-        """What it holds, as JSON values, for `resume`."""
-        return {
-            "open": [each.tolist() for each in self._open],
-            "document": self._document.tolist(),
-            "begins": self._begins,
-        }
-
-    def resume(self, state: dict[str, Any]) -> None:
-        """Go on where another one was that said `state`."""
-        self._open = [_from_lists(each) for each in state["open"]]
-        self._document = _from_lists(state["document"])
-        self._begins = bool(state["begins"])
-
     def _cut(self, marked: NDArray[np.int32]) -> Iterator[Row]:
         (held,) = self._open
         whole = np.concatenate([held, marked], axis=1)
@@ -175,7 +161,3 @@ def _marked(tokens: Tokens, begins: bool) -> NDArray[np.int32]:
 
 def _nothing() -> NDArray[np.int32]:
     return np.zeros((3, 0), np.int32)
-
-
-def _from_lists(lists: Sequence[Sequence[int]]) -> NDArray[np.int32]:
-    return np.array(lists, np.int32).reshape(3, -1)

@@ -1,12 +1,15 @@
-"""The text that a model is trained on, and the text it is judged by meanwhile."""
+"""The text that a model is trained on, and the text it is judged by meanwhile: of documents, or of conversations.
+
+Conversations stand whole in their windows, where only answers count; those to measure on have a window each.
+"""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from math import ceil, inf
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from surgeon.errors import shown
+from surgeon.quality.conversations import read_conversations
 from surgeon.quality.data import (
     HELD_OUT_SHARE,
     HELD_OUT_TOKENS,
@@ -29,77 +33,17 @@ from surgeon.quality.data import (
     load_windows,
     marks_in_text,
 )
-from surgeon.quality.sources import DEMO, DEMO_TRAINING, are_apart, documents, file_and_column, files_in, is_folder
-from surgeon.quality.tables import is_table
-from surgeon.quality.text_files import Reading
-from surgeon.quality.tokens import TextTokens, Tokens, tokenizer_digest
+from surgeon.quality.text_files import Reading, read_pieces
+from surgeon.quality.tokens import Tokens
 from surgeon.training.packing import Documents, pieces
-from surgeon.training.token_store import TokenStore, as_table
+from surgeon.training.token_store import ROWS_AT_ONCE, TextSource, as_table, rows_digest
 from surgeon.words import plural
-
-
-class TextSource:
-    """A text as tokens, for a `TokenStore`.
-
-    Args:
-        data, separator: as `load_windows` takes them.
-        documents: other than joined, a text without a separator is by rows and files.
-
-    Raises:
-        ValueError: if documents are to be apart, and it is one text, or the tokenizer has no marks to put between.
-        FileNotFoundError: if it is no text.
-    """
-
-    def __init__(self, tokenizer: Any, data: str, separator: str | None, documents: Documents) -> None:
-        self.source = data
-        self.separator = separator
-        self.by_row = documents != "joined"
-        self.apart = are_apart(data, separator, self.by_row)
-        path, _ = (None, None) if is_folder(data) else file_and_column(data)
-        if self.by_row and separator is None and path is not None and not is_table(path):
-            raise ValueError(
-                f"{data} is one text, whose documents cannot be told apart; give the separator between them, or join "
-                "them"
-            )
-        self._files = files_in(data) if path is None and is_folder(data) else [path] if path is not None else []
-        self._tokens = TextTokens(tokenizer, self.apart)
-        self._reading = Reading()
-        self._tokenizer = tokenizer
-
-    def identity(self) -> dict[str, Any]:
-        """The text's name, and the size and the time of its files; of the demo's, what it says."""
-        files: list[Any] = [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in self._files]
-        if self.source in (DEMO, DEMO_TRAINING):
-            files = [hashlib.sha256("".join(chain(*documents(self.source, None))).encode()).hexdigest()]
-        follows = {"text": self.source, "files": files, "separator": self.separator, "by_row": self.by_row}
-        if self.separator is not None or self.by_row:
-            follows["ends"] = "as they are"  # of documents, which once were stripped
-        return follows | {"tokenizer": tokenizer_digest(self._tokenizer)}
-
-    def read(self) -> Iterator[list[Tokens]]:
-        """As `TokenSource` has it."""
-        return self._tokens.read(documents(self.source, self.separator, self._reading, self.by_row))
-
-    def state(self) -> dict[str, Any]:
-        """As `TokenSource` has it."""
-        return self._tokens.state()
-
-    def resume(self, state: dict[str, Any]) -> None:
-        """As `TokenSource` has it; the text is read again up to there, and not tokenized."""
-        self._tokens.resume(state)
-
-    def known(self) -> dict[str, Any]:
-        """As `TokenSource` has it."""
-        reading = self._reading
-        left_out = dict(+reading.left_out)
-        return {"column": reading.column, "left_out": left_out, "notes": reading.lines(self.source)}
-
 
 _LOOKED_AT = 1 << 16  # tokens, for marks that were read as text
 
 
 def texts_by_weight(texts: str | Path | Sequence[str] | Mapping[str, float]) -> str | Mapping[str, float]:
-    """What `load_train_texts` takes of one text, or of several, each with its weight behind it ("text.txt=0.7").
+    """What `load_texts` takes of one text, or of several, each with its weight behind it ("text.txt=0.7").
 
     Raises:
         ValueError: if one of several has no weight, or occurs twice.
@@ -171,9 +115,9 @@ class TrainingText:
     @classmethod
     def of(cls, windows: Windows) -> TrainingText:
         """A text in memory, joined."""
-        rows = datasets.Dataset(as_table([{"input_ids": row} for row in windows.ids.numpy().astype(np.int32)]))
-        found = windows
-        return cls(rows, found.source, found.digest, found.notes, found.column, found.left_out)
+        ids = windows.ids.numpy().astype(np.int32)
+        rows = datasets.Dataset(as_table([{"input_ids": row} for row in ids], ("input_ids",), ids.shape[1]))
+        return cls(rows, windows.source, windows.digest, windows.notes, windows.column, windows.left_out)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -216,12 +160,10 @@ class TrainTexts:
         """How much there is of them, for people."""
         window = self.training.window
         training = f"{len(self.training) * window:,} tokens of {self.training.source}"
-        what = "tokens" if self.held_out.answers is None else "predicted tokens"
-        if self.held_out.answers is None:
-            count = self.held_out.ids.numel()
-        else:
-            count = self.held_out.predicted
-        held_out = f"{count:,} {what} of {self.held_out.source}"
+        what = f"{self.held_out.ids.numel():,} tokens"
+        if self.held_out.answers is not None:
+            what = f"{self.held_out.predicted:,} predicted tokens"
+        held_out = f"{what} of {self.held_out.source}"
         if self.behind:
             held_out += f" (held out: {plural(self.behind, 'window')} behind them)"
         return f"trained on {training}, measured on {held_out}, in windows of {window}"
@@ -236,7 +178,7 @@ class TrainTexts:
         return self.training.notes + self.held_out.notes
 
 
-def load_train_texts(
+def load_texts(
     tokenizer: Any,
     data: str | Mapping[str, float],
     window: int,
@@ -249,6 +191,9 @@ def load_train_texts(
 ) -> TrainTexts:
     """Training text and held-out text, the former from the disk, where it is tokenized once.
 
+    Conversations are written as `surgeon.quality.conversations.ConversationTokenizer` has them, none longer than a
+    window. Those to train on stand whole in windows, several in one where they fit.
+
     Args:
         data, separator: as `load_windows` takes them; or several texts, of which windows are taken by their weights.
         tokens: of training text, at most, in whole windows; what there is, if there is less.
@@ -258,127 +203,49 @@ def load_train_texts(
         held_out_tokens: to measure on, in whole windows; by default 16,384 at most, and of the training text no more
             than a tenth, at least one window.
         documents: how they share windows (`surgeon.training.packing`).
-        cache: where tokens are kept (`TokenStore`).
+        cache: where windows are kept; by default among what `datasets` keeps (HF_DATASETS_CACHE).
 
     Raises:
         FileNotFoundError: if there is no such text.
-        ValueError: if it cannot be used, is too short, or both texts are the same.
+        ValueError: if it cannot be used, is too short, or both texts are the same; or if some of the texts are of
+            conversations, and others are not.
         OSError: if it cannot be read to the end, or there is no room for its tokens.
     """
     check_window(window)
     data = check_texts(data)
     several = {data: 1.0} if isinstance(data, str) else data
+    chats = _hold_conversations(tokenizer, [*several, *([] if held_out is None else [held_out])], window)
+    if chats:
+        if separator is not None:
+            name = next(iter(several))
+            raise ValueError(f"{name} holds conversations, which are apart as they are; leave the separator out")
+        documents = "whole"
+    size = max(window, HELD_OUT_TOKENS) if held_out_tokens is None else held_out_tokens
     measured = None
+    behind = max(1, size // window)
     if held_out is not None:
-        wanted = held_out_size(window, held_out_tokens)
-        at_most = held_out_tokens is None
-        measured = load_windows(tokenizer, held_out, window, wanted, separator, at_most=at_most)
-    found = []
-    for name, asked in asked_of(several, window, tokens, held_out_tokens, measured is None).items():
-        source = TextSource(tokenizer, name, separator, documents)
-        part = split(TokenStore(source, window, documents, _pad_of(tokenizer), cache), asked)
-        found.append(replace(part, training=_with_marks(part.training, tokenizer, separator, documents)))
-        if measured is not None and part.store.shared(len(part.training), measured.ids, measured.digest):
-            raise ValueError(
-                f"windows of the held-out text {measured.source} are in the training text {name}, too; a model is not "
-                "judged by what it was trained on: hold out another text, or name none"
-            )
-    return together(found, several, measured, separator)
-
-
-@dataclass(frozen=True)
-class AskedWindows:
-    """What is asked of one text, in windows.
-
-    Attributes:
-        training: to train on, at most.
-        behind: to hold out behind them; 0 for none.
-        share: whether that is the most, and no more than a share of the text is held out.
-    """
-
-    training: int
-    behind: int
-    share: bool
-
-
-@dataclass(frozen=True)
-class TextPart:
-    """One text: its windows that are trained on, and those behind them that are held out, if any."""
-
-    store: TokenStore
-    training: TrainingText
-    behind: datasets.Dataset | None
-
-
-def held_out_size(window: int, tokens: int | None) -> int:
-    """How many tokens are held out, at most where it is not said how many."""
-    if tokens is None:
-        return max(window, HELD_OUT_TOKENS)
-    return tokens
-
-
-def asked_of(
-    several: Mapping[str, float], window: int, tokens: int, held_out_tokens: int | None, is_held_out: bool
-) -> dict[str, AskedWindows]:
-    """What is asked of each text, by its weight; see `load_train_texts`."""
-    wanted = max(1, tokens // window)
-    if is_held_out:
-        behind = max(1, held_out_size(window, held_out_tokens) // window)
-    else:
         behind = 0
-    whole = sum(several.values())
-    found = dict[str, AskedWindows]()
+        if chats:
+            measured = _conversations(tokenizer, held_out, window, size)
+        else:
+            at_most = held_out_tokens is None
+            measured = load_windows(tokenizer, held_out, window, size, separator, at_most=at_most)
+    wanted = max(1, tokens // window)
+    texts = list[TrainingText]()
+    rests = list[datasets.Dataset]()
     for name, weight in several.items():
-        share = weight / whole
+        share = weight / sum(several.values())
+        source = TextSource(tokenizer, name, window, documents, separator, chats)
         needed = wanted if len(several) == 1 else ceil(share * wanted) + 1
-        found[name] = AskedWindows(needed, ceil(share * behind), held_out_tokens is None)
-    return found
-
-
-def split(store: TokenStore, asked: AskedWindows) -> TextPart:
-    """Windows to train on, and those behind them.
-
-    Raises:
-        ValueError: if there are none, or nothing is left to train on.
-        OSError: as `TokenStore.fill`.
-    """
-    needed = asked.training + asked.behind
-    there = store.fill(max(needed, HELD_OUT_SHARE * asked.behind) if asked.share else needed)
-    if asked.share:
-        behind = min(asked.behind, max(1, there // HELD_OUT_SHARE))
-    else:
-        behind = asked.behind
-    count = min(asked.training, there - behind)
-    data = store.source.source
-    window = store.packer.window
-    if count < 1:
-        raise ValueError(
-            f"{data} has {plural(there, 'window')} of {window} tokens, and {behind} of the last ones are held out to "
-            "measure on: nothing is left to train on; give more text, hold out fewer tokens, or another text, or use a "
-            "smaller window"
-            if behind
-            else f"{data} has no whole window of {window} tokens; give more text, or a smaller window"
-        )
-    rows = store.rows(range(count))
-    known = store.known
-    notes = tuple(known["notes"])
-    column = known["column"]
-    left_out = known["left_out"]
-    training = TrainingText(rows, data, store.digest(count), notes, column, left_out)
-    return TextPart(store, training, store.rows(range(count, count + behind)) if behind else None)
-
-
-def together(
-    parts: Sequence[TextPart], several: Mapping[str, float], measured: Windows | None, separator: str | None = None
-) -> TrainTexts:
-    """One text or several, and what they are judged by: other text, or what is held out of them."""
-    if len(parts) == 1:
-        training = parts[0].training
-    else:
-        training = mixed([part.training for part in parts], several)
+        text, rest = _split(source, needed, ceil(share * behind), held_out_tokens is None, cache)
+        texts.append(text)
+        rests += [] if rest is None else [rest]
+        if measured is not None:
+            require_apart(text, measured)
+    training = texts[0] if len(texts) == 1 else mixed(texts, several)
     if measured is not None:
         return TrainTexts(training, measured)
-    rows = datasets.concatenate_datasets([part.behind for part in parts if part.behind is not None])
+    rows = datasets.concatenate_datasets(rests)
     if "labels" in rows.column_names:
         found = each_by_itself(pieces(rows), training.source)
     else:
@@ -386,6 +253,97 @@ def together(
         found = Windows(ids, training.source, digest_of(ids))
     found = replace(found, separator=separator, column=training.column, left_out=training.left_out)
     return TrainTexts(training, found, len(rows))
+
+
+def _hold_conversations(tokenizer: Any, names: Sequence[str], window: int) -> bool:
+    chats = [name for name in names if read_conversations(tokenizer, name, window) is not None]
+    others = [name for name in names if name not in chats]
+    if chats and others:
+        raise ValueError(f"{chats[0]} holds conversations, and {others[0]} does not; give texts of one sort")
+    return bool(chats)
+
+
+def _split(
+    source: TextSource, needed: int, behind: int, is_share: bool, cache: Path | None
+) -> tuple[TrainingText, datasets.Dataset | None]:
+    """Windows to train on, at most as many as are needed, and those behind them.
+
+    Args:
+        behind: how many to hold out.
+        is_share: whether that is the most, and no more than a share of the text is held out.
+
+    Raises:
+        ValueError: if there are none, or nothing is left to train on.
+        OSError: as `TextSource.windows`.
+    """
+    asked = needed + behind
+    if is_share:
+        asked = max(asked, HELD_OUT_SHARE * behind)
+    rows, known = source.windows(asked, cache)
+    there = len(rows)
+    if is_share:
+        behind = min(behind, max(1, there // HELD_OUT_SHARE))
+    count = min(needed, there - behind)
+    if count < 1 and behind:
+        raise ValueError(
+            f"{source.source} has {plural(there, 'window')} of {source.window} tokens, and {behind} of the last ones "
+            "are held out to measure on: nothing is left to train on; give more text, hold out fewer tokens, or "
+            "another text, or use a smaller window"
+        )
+    if count < 1:
+        raise ValueError(
+            f"{source.source} has no whole window of {source.window} tokens; give more text, or a smaller window"
+        )
+    training = rows.select(range(count))
+    notes = list[str](known["notes"])
+    if not (source.apart or source.chats):
+        looked_at = training.select(range(min(count, max(1, _LOOKED_AT // source.window)))).with_format("torch")
+        notes += marks_in_text(source.tokenizer, looked_at[:]["input_ids"].flatten().tolist(), source.source)
+    digest = rows_digest(training, source.window)
+    text = TrainingText(training, source.source, digest, tuple(notes), known["column"], known["left_out"])
+    rest = None
+    if behind:
+        rest = rows.select(range(count, count + behind))
+    return text, rest
+
+
+def require_apart(text: TrainingText, measured: Windows) -> None:
+    """Refuse to measure on what is trained on."""
+    if measured.answers is None:
+        seen = {row.tobytes() for row in measured.ids.numpy()}
+        blocks = text.rows.with_format("numpy").iter(ROWS_AT_ONCE)
+        if any(row.astype(np.int64).tobytes() in seen for block in blocks for row in block["input_ids"]):
+            raise ValueError(
+                f"windows of the held-out text {measured.source} are in the training text {text.source}, too; a model "
+                "is not judged by what it was trained on: hold out another text, or name none"
+            )
+        return
+    windows = zip(measured.ids.numpy(), measured.answers.numpy(), strict=True)
+    seen = {_up_to_last_answer(Tokens(ids, answer)) for ids, answer in windows}
+    if again := sum(_up_to_last_answer(each) in seen for each in pieces(text.rows)):
+        raise ValueError(
+            f"{again} of the conversations of {text.source} are in the held-out text {measured.source}, too; a model "
+            "is not judged by what it was trained on: hold out others, or name none"
+        )
+
+
+def _up_to_last_answer(found: Tokens) -> bytes:
+    assert found.answer is not None
+    return found.ids[: np.flatnonzero(found.answer)[-1] + 1].astype(np.int32).tobytes()
+
+
+def _conversations(tokenizer: Any, data: str, window: int, tokens: int) -> Windows:
+    """The first conversations of a text, of so many tokens, to measure on."""
+    reading = Reading()
+    read = list[Tokens]()
+    total = 0
+    for some in TextSource(tokenizer, data, window, "whole", chats=True).tokens(reading):
+        read += some
+        total += sum(len(each.ids) for each in some)
+        if total >= tokens:
+            break
+    found = each_by_itself(read, data)
+    return replace(found, notes=tuple(reading.lines(data)), left_out=+reading.left_out)
 
 
 def each_by_itself(found: Iterable[Tokens], source: str) -> Windows:
@@ -406,15 +364,6 @@ def each_by_itself(found: Iterable[Tokens], source: str) -> Windows:
     return Windows(ids, source, digest_of(torch.stack([ids, answers.long()])), answers=answers)
 
 
-def _with_marks(text: TrainingText, tokenizer: Any, separator: str | None, documents: Documents) -> TrainingText:
-    """A text, with what to say of marks in it that were read as text."""
-    if are_apart(text.source, separator, documents != "joined"):
-        return text
-    looked_at = text.rows.select(range(min(len(text), max(1, _LOOKED_AT // text.window)))).with_format("torch")
-    marks = marks_in_text(tokenizer, looked_at[:]["input_ids"].flatten().tolist(), text.source)
-    return replace(text, notes=(*text.notes, *marks))
-
-
 def mixed(texts: Sequence[TrainingText], several: Mapping[str, float]) -> TrainingText:
     """Several texts as one."""
     parts = tuple(MixedPart(len(text), weight) for text, weight in zip(texts, several.values(), strict=True))
@@ -428,9 +377,17 @@ def mixed(texts: Sequence[TrainingText], several: Mapping[str, float]) -> Traini
     )
 
 
-def _pad_of(tokenizer: Any) -> int:
-    """The token that fills windows."""
-    return int(next((one for one in (tokenizer.pad_token_id, tokenizer.eos_token_id) if one is not None), 0))
+def in_template(tokenizer: Any, template: str | Path | None) -> Any:
+    """A tokenizer with the chat template of a file in place of its own; as it is without one.
+
+    Raises:
+        OSError, ValueError: if there is no such file, or no text in it.
+    """
+    if template is None:
+        return tokenizer
+    changed = copy.deepcopy(tokenizer)  # what is written with the healed model is as it was
+    changed.chat_template = "".join(read_pieces(Path(template)))
+    return changed
 
 
 class RunOrder:
@@ -482,8 +439,8 @@ def _turns(weights: Sequence[float], count: int) -> tuple[NDArray[np.int64], NDA
 class TrainingWindows(Dataset[dict[str, Tensor]]):
     """A run's windows in its order, as the Trainer takes them: one after the other is the whole run.
 
-    Each has its tokens, and its labels, which are its tokens where it has none of its own; and says which window it is,
-    and at which place it stands.
+    Each has its tokens, and its labels, which are its tokens where it has none of its own; and says at which place it
+    stands.
     """
 
     def __init__(self, text: TrainingText, order: RunOrder) -> None:
@@ -495,6 +452,5 @@ class TrainingWindows(Dataset[dict[str, Tensor]]):
         return len(self.order)
 
     def __getitem__(self, place: int) -> dict[str, Tensor]:
-        index = self.order[place]
-        row: dict[str, Tensor] = self.rows[index]
-        return {"labels": row["input_ids"]} | row | {"index": torch.tensor(index), "place": torch.tensor(place)}
+        row: dict[str, Tensor] = self.rows[self.order[place]]
+        return {"labels": row["input_ids"]} | row | {"place": torch.tensor(place)}

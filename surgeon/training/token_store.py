@@ -1,225 +1,177 @@
 """Windows of tokens on the disk: a text is tokenized once, as far as runs need it, and mapped into memory from then on.
 
-FOLDER/rows-N.arrow   windows, as `surgeon.training.packing` makes them; whole or not there
-FOLDER/state.json     how many windows each file has, and where the text goes on behind the last one
-FOLDER/known.json     what was computed of all of them: digests
+FOLDER/rows.arrow   windows, as `surgeon.training.packing` makes them
+FOLDER/known.json   how many, whether these are all, and what of the text was left out
 
-A folder's name follows from the text, the tokenizer and how it is packed. Whoever needs more windows than there are
-goes on with it, also after it was killed, or the text could not be read; others wait meanwhile.
+A folder's name follows from the text, the tokenizer and how it is packed; it is whole or not there. Where more windows
+are needed than it has, it is made again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import datasets
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 from datasets.arrow_writer import ArrowWriter
-from numpy.typing import NDArray
-from torch import Tensor
 
 from surgeon.checkpoint.read import read_json
-from surgeon.processes.files import HALF_WRITTEN, make_folder, whole_file, write_json
+from surgeon.processes.files import make_folder, sync_tree, whole_file, write_json
+from surgeon.processes.folders import publish, scratch
 from surgeon.processes.locks import locked
 from surgeon.progress import progress
-from surgeon.quality.tokens import Tokens
+from surgeon.quality.conversations import read_conversations
+from surgeon.quality.sources import DEMO, DEMO_TRAINING, are_apart, documents, file_and_column, files_in, is_folder
+from surgeon.quality.tables import is_table
+from surgeon.quality.text_files import Reading
+from surgeon.quality.tokens import TextTokens, Tokens, tokenizer_digest
 from surgeon.training.packing import Documents, Packer, Row, columns
 
 ALL_TOKENS = 1 << 50  # more than any text has
-_FORMATS: dict[Documents, int] = {"joined": 1, "apart": 1, "whole": 2}  # of windows; another one is made again
-_STATE_FILE = "state.json"
+_FORMAT = 3  # of windows, and of how rows come to be tokens; another one is made again
+_ROWS_FILE = "rows.arrow"
 _KNOWN_FILE = "known.json"
-_LOCK_FILE = ".lock"
-_FILE_TOKENS = 1 << 21  # no more is lost in a kill
-_ROWS_AT_ONCE = 1000
+ROWS_AT_ONCE = 1000
 
 
-class TokenSource(Protocol):
-    """Where tokens come from: a text, or conversations.
-
-    Attributes:
-        source: as the user named it.
-    """
-
-    source: str
-
-    def identity(self) -> dict[str, Any]:
-        """What its tokens follow from, as JSON values."""
-
-    def read(self) -> Iterator[list[Tokens]]:
-        """Its tokens, some at a time, from where it stands."""
-
-    def state(self) -> dict[str, Any]:
-        """Where it stands behind the tokens that it gave last, as JSON values."""
-
-    def resume(self, state: dict[str, Any]) -> None:
-        """Go on where another one was that said `state`."""
-
-    def known(self) -> dict[str, Any]:
-        """What is known of the text as far as it was read, as JSON values: `column`, `left_out` and `notes`."""
-
-
-class TokenStore:
-    """The windows of a source.
+class TextSource:
+    """A text, or conversations, as windows on the disk.
 
     Args:
-        window: tokens in each.
-        pad: the token that fills windows of whole documents.
-        cache: where folders lie; by default among those of `datasets` (HF_DATASETS_CACHE).
+        data, separator: as `load_windows` takes them.
+        documents: other than joined, a text without a separator is by rows and files.
+        chats: whether it holds conversations.
+
+    Raises:
+        ValueError: if documents are to be apart, and it is one text, or the tokenizer has no marks to put between.
+        FileNotFoundError: if it is no text.
     """
 
     def __init__(
-        self, source: TokenSource, window: int, documents: Documents = "joined", pad: int = 0, cache: Path | None = None
+        self,
+        tokenizer: Any,
+        data: str,
+        window: int,
+        documents: Documents = "joined",
+        separator: str | None = None,
+        chats: bool = False,
     ) -> None:
-        self.source = source
-        self.packer = Packer(window, documents, pad)
-        follows = {
-            "format": _FORMATS[documents],
-            "window": window,
-            "documents": documents,
-            "pad": pad,
-            **source.identity(),
-        }
-        name = hashlib.sha256(json.dumps(follows, sort_keys=True).encode()).hexdigest()[:32]
-        self.folder = (cache or datasets.config.HF_DATASETS_CACHE / "surgeon") / name
-        self._files: list[int] = []  # how many windows each has
-        self.known: dict[str, Any] = {}
+        self.tokenizer = tokenizer
+        self.source = data
+        self.window = window
+        self.documents = documents
+        self.separator = separator
+        self.chats = chats
+        self.by_row = documents != "joined"
+        self.apart = are_apart(data, separator, self.by_row)
+        self.files = list[Path]()
+        if is_folder(data):
+            self.files = files_in(data)
+        elif (path := file_and_column(data)[0]) is not None:
+            self.files = [path]
+            if self.by_row and separator is None and not is_table(path):
+                raise ValueError(
+                    f"{data} is one text, whose documents cannot be told apart; give the separator between them, or "
+                    "join them"
+                )
+        ends = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+        self.pad = 0  # the token that fills windows
+        if not chats:
+            self.pad = int(next((one for one in ends if one is not None), 0))
 
-    def fill(self, windows: int) -> int:
-        """See to it that there are so many windows, or all that the text has; returns how many of them there are.
+    def identity(self) -> dict[str, Any]:
+        """What its windows follow from, as JSON values: of files name, size and time; of the demo's text itself."""
+        files: list[Any] = [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in self.files]
+        if self.source in (DEMO, DEMO_TRAINING):
+            files = [hashlib.sha256("".join(chain(*documents(self.source, None))).encode()).hexdigest()]
+        return {
+            "format": _FORMAT,
+            "text": self.source,
+            "files": files,
+            "separator": self.separator,
+            "documents": self.documents,
+            "window": self.window,
+            "pad": self.pad,
+            "tokenizer": tokenizer_digest(self.tokenizer),
+            "chat_template": self.tokenizer.chat_template if self.chats else None,
+        }
+
+    def tokens(self, reading: Reading) -> Iterator[list[Tokens]]:
+        """Its tokens, some at a time; no conversation is longer than a window."""
+        if self.chats:
+            found = read_conversations(self.tokenizer, self.source, self.window, reading) or ()
+            return ([Tokens(np.array(each.ids, np.int32), np.array(each.answers, np.bool_))] for each in found)
+        texts = documents(self.source, self.separator, reading, self.by_row)
+        return TextTokens(self.tokenizer, self.apart).read(texts)
+
+    def windows(self, count: int, cache: Path | None = None) -> tuple[datasets.Dataset, dict[str, Any]]:
+        """So many windows, or all that there are; and what is known of the text as far as it was read.
 
         Raises:
-            OSError: if the text cannot be read to there, or there is no room; what was tokenized by then stays.
+            OSError: if the text cannot be read to there, or there is no room.
             ValueError: if it is no text.
         """
-        make_folder(self.folder)
-        with locked(self.folder / _LOCK_FILE):
-            state = self._state()
-            if not state["ended"] and sum(state["files"]) < windows:
-                for part in self.folder.glob(HALF_WRITTEN):  # which a process that was killed has left
-                    part.unlink()
-                self._extend(state, windows)
-                state = self._state()
-        self._files = state["files"]
-        self.known = state["known"]
-        return min(windows, sum(self._files))
+        name = hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()[:32]
+        folder = (cache or datasets.config.HF_DATASETS_CACHE / "surgeon") / name
+        make_folder(folder.parent)
+        with locked(folder.with_suffix(".lock")):
+            path = folder / _KNOWN_FILE
+            known = read_json(path) if path.is_file() else {"windows": 0, "ended": False}
+            if known["windows"] < count and not known["ended"]:
+                with scratch(folder) as beside:
+                    known = self._write(beside / _ROWS_FILE, count)
+                    write_json(beside / _KNOWN_FILE, known)
+                    sync_tree(beside)
+                    publish(beside, folder)
+            rows = read_rows(folder / _ROWS_FILE)
+        return rows.select(range(min(count, known["windows"]))), known
 
-    def rows(self, windows: range) -> datasets.Dataset:
-        """Some windows that are there, mapped into memory."""
-        files = [read_rows(self._path(number)) for number, count in enumerate(self._files) if count]
-        return datasets.concatenate_datasets(files).select(windows)
-
-    def digest(self, count: int) -> str:
-        """SHA-256 of the first windows: of joined ones that of `surgeon.quality.data.digest_of`."""
-
-        def compute() -> str:
-            shape = repr((count, self.packer.window)).encode()
-            digests = [hashlib.sha256(shape) for _ in columns(self.packer.documents)]
-            for block in self._blocks(count):
-                for digest, name in zip(digests, columns(self.packer.documents), strict=True):
-                    digest.update(block[name].astype(np.int64).tobytes())
-            first, *others = (digest.hexdigest() for digest in digests)
-            if others:
-                return hashlib.sha256(f"{first} {others}".encode()).hexdigest()
-            return first
-
-        return str(self.remembered(f"digest of {count}", compute))
-
-    def shared(self, count: int, others: Tensor, digest: str) -> int:
-        """How many of the first windows are among some others, (windows, tokens), which have that digest."""
-
-        def compute() -> int:
-            seen = {row.tobytes() for row in others.numpy().astype(np.int32)}
-            return sum(row.tobytes() in seen for block in self._blocks(count) for row in block["input_ids"])
-
-        return int(self.remembered(f"of {count} in {digest}", compute))
-
-    def _state(self) -> dict[str, Any]:
-        path = self.folder / _STATE_FILE
-        if not path.is_file():
-            return {"files": [], "ended": False, "known": {}}
-        try:
-            return read_json(path)
-        except ValueError as error:
-            raise ValueError(f"{error}; remove {self.folder}, and the text is tokenized again") from error
-
-    def _extend(self, state: dict[str, Any], windows: int) -> None:
-        if state["files"]:
-            self.packer.resume(state["packer"])
-            self.source.resume(state["source"])
-        done = sum(state["files"])
-        rows = list[Row]()
-
-        def write(ended: bool = False) -> None:
-            if rows:
-                write_rows(self._path(len(state["files"])), datasets.Dataset(as_table(rows)))
-            state["files"].append(len(rows))
-            state.update(packer=self.packer.state(), source=self.source.state(), known=self.source.known(), ended=ended)
-            write_json(self.folder / _STATE_FILE, state)
-            rows.clear()
-
-        what = f"tokens of {self.source.source}"
-        total = None if windows * self.packer.window > ALL_TOKENS // 2 else windows
-        with progress(what, total, "windows", done, lambda: f"{done * self.packer.window:,} by now") as advance:
-            reading = self.source.read()
-            while (some := _next_or(write, reading)) is not None:
-                new = [row for tokens in some for row in self.packer.add(tokens)]
-                rows += new
-                done += len(new)
-                advance(len(new))
-                if done >= windows or len(rows) * self.packer.window >= _FILE_TOKENS:
-                    write()
-                if done >= windows:
-                    return
-            rows += self.packer.rest()
-            write(ended=True)
-
-    def _path(self, number: int) -> Path:
-        return self.folder / f"rows-{number:05}.arrow"
-
-    def _blocks(self, count: int) -> Iterator[dict[str, NDArray[np.int32]]]:
-        """The columns of the first windows, some at a time, (windows, tokens); read, for what is mapped stays."""
-        for number, there in enumerate(self._files):
-            if not there or not count:
-                continue
-            with pa.OSFile(str(self._path(number))) as file, pa.ipc.open_stream(file) as batches:
-                for batch in batches:
-                    table = batch.slice(0, count)
-                    count -= len(table)
-                    yield {
-                        name: table[name].flatten().to_numpy().reshape(-1, self.packer.window)
-                        for name in table.schema.names
-                    }
-
-    def remembered(self, what: str, compute: Callable[[], Any]) -> Any:
-        """What was computed of the windows once, or is now; a JSON value."""
-        path = self.folder / _KNOWN_FILE
-        with locked(self.folder / _LOCK_FILE):
-            known = read_json(path) if path.is_file() else {}
-            if what not in known:
-                known[what] = compute()
-                write_json(path, known)
-        return known[what]
+    def _write(self, path: Path, count: int) -> dict[str, Any]:
+        reading = Reading()
+        packer = Packer(self.window, self.documents, self.pad)
+        names = columns(self.documents)
+        done = 0
+        ended = False
+        total = None if count * self.window > ALL_TOKENS // 2 else count
+        with (
+            ArrowWriter(path=str(path), schema=as_table([], names, self.window).schema) as writer,
+            progress(f"tokens of {self.source}", total, "windows", 0, lambda: f"{done * self.window:,} by now") as bar,
+        ):
+            reads = self.tokens(reading)
+            while done < count and not ended:
+                some = next(reads, None)
+                ended = some is None
+                rows = [*packer.rest()] if some is None else [row for one in some for row in packer.add(one)]
+                writer.write_table(as_table(rows, names, self.window))
+                done += len(rows)
+                bar(len(rows))
+            writer.finalize()
+        notes = reading.lines(self.source)
+        left_out = dict(+reading.left_out)
+        return {"windows": done, "ended": ended, "column": reading.column, "left_out": left_out, "notes": notes}
 
 
-def _next_or(keep: Callable[[], None], reading: Iterator[list[Tokens]]) -> list[Tokens] | None:
-    """What is read next; if it cannot be, what there is by then is kept first."""
-    try:
-        return next(reading, None)
-    except OSError:
-        keep()
-        raise
+def rows_digest(rows: datasets.Dataset, window: int) -> str:
+    """SHA-256 of windows: of joined ones that of `surgeon.quality.data.digest_of`."""
+    digests = {name: hashlib.sha256(repr((len(rows), window)).encode()) for name in rows.column_names}
+    for block in rows.with_format("numpy").iter(ROWS_AT_ONCE):
+        for name, digest in digests.items():
+            digest.update(block[name].astype(np.int64).tobytes())
+    first, *others = (digest.hexdigest() for digest in digests.values())
+    if others:
+        return hashlib.sha256(f"{first} {others}".encode()).hexdigest()
+    return first
 
 
-def as_table(rows: list[Row]) -> pa.Table:
-    """Rows of one size as columns of Arrow."""
-    window = len(rows[0]["input_ids"])
-    flat = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
+def as_table(rows: list[Row], names: tuple[str, ...], window: int) -> pa.Table:
+    """Rows as columns of Arrow."""
+    flat = {name: np.array([row[name] for row in rows], np.int32).reshape(-1) for name in names}
     return pa.table({name: pa.FixedSizeListArray.from_arrays(pa.array(each), window) for name, each in flat.items()})
 
 
@@ -230,7 +182,7 @@ def write_rows(path: Path, rows: datasets.Dataset) -> None:
         OSError: if it cannot be written.
     """
     with whole_file(path) as beside, ArrowWriter(path=str(beside), features=rows.features) as writer:
-        for table in rows.with_format("arrow").iter(_ROWS_AT_ONCE):
+        for table in rows.with_format("arrow").iter(ROWS_AT_ONCE):
             writer.write_table(table)
         writer.finalize()
 

@@ -41,6 +41,7 @@ def numbers(model: Any, dense: Program, edited: list[Program], **options: Any) -
     return {p: tuple(map(torch.cat, zip(*parts, strict=True))) for p, parts in found.items()}  # type: ignore[misc]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "spilled"),
     [

@@ -48,6 +48,7 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor":
 LONGROPE |= {"short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0]}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", one_in(2, FUSABLE))
 def test_a_pair_and_a_triplet_compute_what_the_layers_do(tmp_path: Path, family: str) -> None:
     model = save_source(tmp_path / "source", family, 6, **WITH_PADDING | WINDOWS.get(family, {}))
@@ -76,6 +77,7 @@ def test_a_pair_and_a_triplet_compute_what_the_layers_do(tmp_path: Path, family:
     assert all(parameter.grad is not None for parameter in written.parameters())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "overrides", "program"),
     [

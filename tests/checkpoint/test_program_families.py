@@ -61,6 +61,7 @@ def projections_of(layer: nn.Module, family: str) -> list[nn.Module]:
     return [layer.get_submodule(path) for path in sorted(paths)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", one_in(2, DENSE_FAMILIES, 0))
 def test_programs_equal_a_plain_computation(family: str) -> None:
     model = tiny_model(family, 3, **BIASED.get(family, {}))
@@ -106,6 +107,7 @@ def layers_of(running: Any) -> list[nn.Module]:
     return list(replaced.children())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", one_in(2, DENSE_FAMILIES, 1))
 def test_checkpoints_load_as_they_were_exported(family: str, tmp_path: Path) -> None:
     program = MERGED[FAMILIES[family].mlp.post_norm is not None]

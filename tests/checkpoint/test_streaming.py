@@ -46,6 +46,7 @@ def streamed_logits(folder: Path) -> Tensor:
         return logits_of(model)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", one_in(3, DENSE_FAMILIES, 1))
 def test_every_family_runs_with_its_weights_in_their_files(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -61,6 +61,7 @@ def ranks() -> Iterator[Ranks]:
         yield started
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", [case(family, default=family in BY_DEFAULT) for family in FAMILIES])
 def test_what_check_says_is_so(family: str, ranks: Ranks, drawn_settings: settings) -> None:
     @drawn_settings

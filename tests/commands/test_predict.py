@@ -112,7 +112,7 @@ def test_other_axes_are_swept_and_drawn(model: Path, file: Path, tmp_path: Path,
         (prompt, new) for prompt in (8, 16, 32) for new in (2, 4)
     ]
     assert out.startswith("small on round: 2 ranks, wire, float32\n")
-    assert out.splitlines()[2].split()[:4] == ["program", "prompt", "new", "first"]
+    assert out.splitlines()[3].split()[:4] == ["program", "prompt", "new", "first"]
     assert max(map(len, out.splitlines())) <= 80
     assert surgeon_says("report", tmp_path / "results", "-o", tmp_path / "page.html")[0] == 0
     page = (tmp_path / "page.html").read_text()
@@ -141,7 +141,6 @@ def test_other_axes_are_swept_and_drawn(model: Path, file: Path, tmp_path: Path,
         (["--program", "A9"], "A9 is out of range"),
         (["--prompt", "5000"], "prompt and output together are 5008 tokens, and small has 4096 positions"),
         (["--low-rank", "all"], "there is no way 'all' of sharing factors"),
-        (["--best", "--compare", "lp"], "--best does not look at --compare; leave one of them out"),
         (["--draft", "lp", "--compare", "lp"], "--draft does not look at --compare; leave one of them out"),
         (["--draft", "lp", "--layers", "0:4", "--acceptance", "1.5"], "an acceptance is a chance from 0 to 1, not 1.5"),
         (["--draft", "lp", "--acceptance", "most"], "--acceptance 'most' is no list of chances; write e.g. 0.6,0.8"),

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 import surgeon
-from surgeon.commands.predictions import best_programs
-from surgeon.cost.best import Allowance
 from surgeon.cost.deployment import Deployment
 from surgeon.opened import open_model
 from tests.cost.examples import SIZES, hardware
@@ -41,18 +39,6 @@ def test_a_sweep_has_values_by_axis_too(config: Path) -> None:
     one = surgeon.predict(config, hardware(), sweep={"ranks": [1, 2]}, prompt=20, new=8)
     other = surgeon.predict(config, hardware(), sweep="ranks=1..2", prompt=20, new=8)
     assert [cell.prediction for cell in one.cells] == [cell.prediction for cell in other.cells]
-
-
-def test_the_best_programs_of_a_configuration(config: Path, tmp_path: Path) -> None:
-    allowance = Allowance(allowed=("ladder",))
-    sweep = {"ranks": [2], "batch": [1]}
-    found = best_programs(
-        config, hardware(), allowance=allowance, layers="0:4", prompt=20, new=8, sweep=sweep, output=tmp_path / "out"
-    )
-    assert [set(choice.by_program) for choice in found.choices] == [{"ladder"}]
-    assert all(path.is_file() for path in found.files)
-    with pytest.raises(ValueError, match="there is no measure 'tokens' to be fastest by; did you mean 'token'"):
-        best_programs(config, hardware(), by="tokens")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ def test_all_heatmaps(scan: Run, tmp_path: Path) -> None:
     assert "scan: done" in err
 
 
+@pytest.mark.thorough
 def test_every_operation(scan: Run, tmp_path: Path) -> None:
     code, out, err = scan("--operation", "all", "--permutations", "2", "--every", "2")
     assert code == 0, err

@@ -114,6 +114,7 @@ def test_other_text_held_out_is_measured_as_surgeon_eval_does(
     assert "are among those that the search saw" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_candidates_are_healed_before_the_choice(
     tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:

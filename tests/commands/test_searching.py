@@ -34,6 +34,7 @@ def test_a_search_is_what_its_command_writes(tiny_checkpoint: Path, tiny_text: P
     assert str(surgeon.export(found.recipe, tmp_path / "made").program) == str(found.program)
 
 
+@pytest.mark.thorough
 def test_units_that_are_searched_are_those_of_the_recipe(
     tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path
 ) -> None:

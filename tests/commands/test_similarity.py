@@ -34,6 +34,7 @@ def test_tables_and_pictures(run: Run, tmp_path: Path) -> None:
     assert "distances.png" in out
 
 
+@pytest.mark.thorough
 def test_what_predicts_a_scan(run: Run, tmp_path: Path) -> None:
     operations = ("prune", "2-parallel", "merge")
     assert run("scan", "scan", *[f"--operation={name}" for name in operations])[0] == 0

@@ -127,6 +127,7 @@ def test_a_plain_one_is_a_model_like_any_other(train: Any, surgeon_says: Run, tm
     assert "; then trained further (healed): 2 steps, 64 tokens of long.txt" in card
 
 
+@pytest.mark.thorough
 def test_a_killed_run_goes_on_to_the_same_weights(train: Any, tmp_path: Path, monkeypatch: Any) -> None:
     assert train(LADDER, "--steps", 6, output="whole")[0] == 0
     in_full = run.ModelTrainer.training_step

@@ -81,6 +81,7 @@ def load_written(folder: Path, form: str) -> Any:
 TIED = [(form, programs[0], True) for form, programs in BY_FORM.items()]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("form", "program", "tied"), [*((*case, False) for case in CASES), *TIED])
 def test_logits_equal_a_plain_computation(tmp_path: Path, form: str, program: str, tied: bool) -> None:
     model = save_source(tmp_path / "source", tie_word_embeddings=tied, **BIASES)

@@ -52,6 +52,7 @@ def loaded_by_others(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("program", FORMS)
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_what_a_model_is_now_is_exported(family: str, program: str, tmp_path: Path) -> None:

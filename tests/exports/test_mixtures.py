@@ -71,6 +71,7 @@ def test_a_token_goes_to_no_more_experts_than_there_are(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(out)), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", MIXTURES)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_everything_else_has_the_program_form(family: str, program: str, tmp_path: Path) -> None:

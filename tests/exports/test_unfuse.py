@@ -46,6 +46,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "overrides", "program"), [case(*each, default=at % 3 == 0) for at, each in enumerate(CASES)]
 )

@@ -62,6 +62,7 @@ def test_a_configuration_that_cannot_say_it(tmp_path: Path) -> None:
     assert relative_error(logits_of(surgeon.load(tmp_path / "fused")), plain_logits(model, program)) < 1e-5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", ["llama", "phi3", "gpt2", "gpt_neox", "cohere"])
 def test_what_is_trained_comes_back(family: str, tmp_path: Path) -> None:
     """By adapters, merged and exported; in full, through the modeling file inside; and into a model edited anew."""

@@ -18,6 +18,7 @@ from surgeon.cost.workload import Workload
 from surgeon.findings.bench import Benchmark
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.plan.specification import Plan
+from surgeon.words import NO_VALUE
 
 PLAN = Plan(
     folder=Path("model"),
@@ -92,7 +93,7 @@ def test_one_program_is_not_compared() -> None:
 def test_the_picture_and_the_record_take_what_is_not_there(waiting: float, decodes: bool, tmp_path: Path) -> None:
     results = [result(name, [1.0, 2.0], 1, waiting, decodes) for name in ("dense", "fused")]
     table = bench_table(results)
-    assert ("-" in str(found(table))) == (math.isnan(waiting) or not decodes)
+    assert (NO_VALUE in str(found(table))) == (math.isnan(waiting) or not decodes)
     (path,) = found(table).draw(tmp_path)
     assert imread(path).std() > 0.1
     record = json.loads(json.dumps(bench_record(results), allow_nan=False))
@@ -111,6 +112,6 @@ def test_what_compression_changes_is_a_column() -> None:
     assert (low[0], math.isnan(low[1]), table["divergence"].isna()[2]) == (0.0, True, True)
     lines = str(Benchmark(table, record={"heading": "a title", "compression": "int8"})).splitlines()
     assert lines[-4] == "What int8 changes in predictions, nats per token"
-    assert lines[-2].split() == ["dense", "0.01", "0", "to", f"{high[0]:.3g}"]
-    assert lines[-1].split() == ["fused", "0.01", "-"]
+    assert lines[-2].split() == ["dense", "0.01000", "0", "to", f"{high[0]:.4g}"]
+    assert lines[-1].split() == ["fused", "0.01000"]
     assert max(map(len, lines)) <= 80

@@ -86,6 +86,7 @@ def test_a_parameter_has_its_values_across() -> None:
     np.testing.assert_allclose(axes.images[0].get_array(), cells["perplexity"].to_numpy().reshape(3, 3))
 
 
+@pytest.mark.thorough
 def test_ten_operations_make_rows() -> None:
     figures = pictures(table(4, OVER_STRETCHES[:10]))
     figures[-1].draw_without_rendering()
@@ -157,6 +158,7 @@ def test_infinite_cells_have_the_colour_of_capped_ones() -> None:
     assert tuple(rgba[2, 0]) == tuple(image.cmap.get_bad()) != tuple(image.cmap.get_over())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("operations", [("prune",), ("prune", "merge")])
 @pytest.mark.parametrize(("worst", "bad"), [(100.0, 500.0), (20.0, 20.0), (10.8, 500.0), (10.8, math.inf), (9.9, 9.9)])
 def test_the_page_has_the_same_colours(operations: tuple[str, ...], worst: float, bad: float) -> None:

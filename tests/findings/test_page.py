@@ -96,6 +96,7 @@ def test_models_are_kept_apart(tmp_path: Path) -> None:
     assert "No search" in chapters["model-2"]
 
 
+@pytest.mark.thorough
 def test_an_exported_checkpoint_belongs_to_its_model(tmp_path: Path) -> None:
     scan, exported = make_scan(tmp_path / "scan"), make_checkpoint(tmp_path / "fused")
     measured = make_evaluation(tmp_path / "tasks", model=str(exported), model_hash="c" * 64)

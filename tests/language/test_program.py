@@ -103,6 +103,7 @@ def spreads(found: tuple[Node, ...], ranks: int) -> bool:
     )
 
 
+@pytest.mark.thorough
 @few
 @given(programs, st.sampled_from([1, 2, 4, 8]))
 def test_sync_points_equal_a_walk_of_every_rank(program: Program, ranks: int) -> None:

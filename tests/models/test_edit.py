@@ -235,6 +235,7 @@ def test_derived_sublayers_lie_where_their_layers_do(program: str, tmp_path: Pat
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("places", [(0, 0, 0, 0), pytest.param((0, 0, 1, 1), marks=pytest.mark.thorough), (1, 0, 1, 0)])
 @pytest.mark.parametrize("program", ["A0 F0 >[A1 A2] >[F1 F2] A3 F3", *DERIVED])
 def test_layers_on_two_gpus(program: str, places: tuple[int, ...], tmp_path: Path) -> None:

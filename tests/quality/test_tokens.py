@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator
 from functools import cache
@@ -94,23 +93,6 @@ def test_documents_have_their_marks() -> None:
     marked = [[begin, *ids] if begin is not None else [*ids, end] for ids in wanted]
     assert read(tokenizer, *texts, apart=True) == marked
     assert read(tokenizer, texts[1]) == [tokenizer(texts[1])["input_ids"]]
-
-
-def test_it_goes_on_where_it_was() -> None:
-    tokenizer, texts = trained("bytes"), [demo_data()[0][:2500], "", WORDS[:700]]
-    whole = read(tokenizer, *texts)
-    found: list[int] = []
-    state = None
-    while True:
-        reader = TextTokens(tokenizer, apart=False)
-        if state is not None:
-            reader.resume(json.loads(json.dumps(state)))
-        some = next(reader.read([in_pieces(text, seed=1) for text in texts]), None)
-        if some is None:
-            break
-        found += [id_ for each in some for id_ in each.ids.tolist()]
-        state = reader.state()
-    assert found == [id_ for ids in whole for id_ in ids]
 
 
 def test_little_is_read_for_little_text() -> None:

@@ -211,6 +211,7 @@ def asked(space: str) -> Search:
     return Search(question, nothing, Terms(alone, np.eye(len(alone))))
 
 
+@pytest.mark.thorough
 def test_what_promises_most_is_tried_first() -> None:
     searching = asked("tracks:4,drop:layers,pair")
     assert list(searching.strands) == ["mixture", "tracks", "pair"], "drops alone never pay"

@@ -88,6 +88,7 @@ def test_a_search_finds_the_same_with_no_more(
     assert terms["pair 1:3"] == pytest.approx(cells[1], rel=1e-6)
 
 
+@pytest.mark.thorough
 def test_a_search_finds_the_same_with_less(tiny_text: Path, tmp_path: Path) -> None:
     model = save_checkpoint(tmp_path / "six", num_layers=6)
     scan = surgeon.scan(model, tiny_text, tmp_path / "scan", operations=["lp"], **TEXT)

@@ -40,6 +40,7 @@ def test_under_a_budget_all_trials_keep_it_and_are_raced_against_the_best() -> N
     assert why == "The best within depth=7"
 
 
+@pytest.mark.thorough
 def test_a_mixture_is_searched_beside_its_spaces_alone() -> None:
     searching, _ = search("pair,drop:layers", "depth=7")
     trials = [*try_programs(searching, 40)]
@@ -60,6 +61,7 @@ def test_a_space_that_cannot_reach_a_budget_is_searched_in_the_mixture_only() ->
     assert len([*try_programs(searching, 12)]) == 12
 
 
+@pytest.mark.thorough
 def test_without_a_budget_every_depth_is_looked_at() -> None:
     searching, _ = search("pair", None)
     trials = [*try_programs(searching, 40)]
@@ -187,6 +189,7 @@ def test_a_question_that_names_no_space_has_all_that_lessen_what_it_asks_for(
     assert Question("pair", budget, objectives).on(model).space == "pair"
 
 
+@pytest.mark.thorough
 def test_the_front_between_two_limits_is_looked_for_on_both_sides() -> None:
     searching, _ = search("pair,drop:layers", "depth=7,divergence<=0.6")
     question, trials = searching.question, [*try_programs(searching, 60)]
@@ -202,6 +205,7 @@ def test_the_front_between_two_limits_is_looked_for_on_both_sides() -> None:
     assert why == "The best within depth=7,divergence<=0.6"
 
 
+@pytest.mark.thorough
 def test_two_costs_are_looked_along_in_one_search() -> None:
     searching, _ = search("pair,rank", None)
     question = searching.question

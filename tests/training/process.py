@@ -17,7 +17,7 @@ from surgeon.checkpoint.read import read_json
 from surgeon.models.edit import edit
 from surgeon.quality.tokens import Tokens
 from surgeon.training.distill.distiller import Distillation
-from surgeon.training.packing import Packer
+from surgeon.training.packing import Packer, columns
 from surgeon.training.run import train
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainingText, TrainTexts
@@ -35,7 +35,9 @@ def documents() -> TrainTexts:
         for length in rng.integers(2, 20, 24)
         for row in packer.add(Tokens(rng.integers(3, 60, length).astype(np.int32), rng.random(length) < 0.5))
     ]
-    return TrainTexts(TrainingText(datasets.Dataset(as_table(rows)), "documents", "0"), TEXTS.held_out)
+    return TrainTexts(
+        TrainingText(datasets.Dataset(as_table(rows, columns("apart"), 12)), "documents", "0"), TEXTS.held_out
+    )
 
 
 def require_shared(trainer: Any) -> None:

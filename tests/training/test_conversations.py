@@ -13,13 +13,12 @@ from torch.nn import functional
 
 from surgeon.models.edit import edit
 from surgeon.quality.conversations import ConversationTokenizer, ConversationTokens
-from surgeon.training.conversations import ConversationSource, in_template, load_texts
 from surgeon.training.packing import IGNORED
 from surgeon.training.racks.run_files import read_texts, write_texts
 from surgeon.training.run import train
 from surgeon.training.settings import TrainSettings
-from surgeon.training.texts import TrainTexts
-from surgeon.training.token_store import TokenStore
+from surgeon.training.texts import TrainTexts, in_template, load_texts
+from surgeon.training.token_store import TextSource
 from tests.quality.test_conversations import CHATML, MARKED, tokenizer, written
 from tests.tiny_models import TEXT, tiny_model
 
@@ -157,27 +156,21 @@ def test_a_template_of_a_file_takes_the_place_of_the_tokenizers_own(tmp_path: Pa
         in_template(own, tmp_path / "none.jinja")
 
 
-def test_conversations_are_tokenized_once_and_gone_on_with(tmp_path: Path) -> None:
-    """A store that was filled in two goes has what one has, and the counts; once it is full nothing is tokenized."""
+def test_conversations_are_tokenized_once(tmp_path: Path) -> None:
+    """As far as they are needed; once all are there nothing is tokenized, unless the template is another one."""
     data = written(tmp_path, ROWS)
 
-    def store(cache: str, template: str | None = CHATML) -> TokenStore:
-        return TokenStore(
-            ConversationSource(tokenizer(template), data, WINDOW), WINDOW, "whole", cache=tmp_path / cache
-        )
+    def source(template: str | None = CHATML) -> TextSource:
+        return TextSource(tokenizer(template), data, WINDOW, "whole", chats=True)
 
-    first, whole = store("two"), store("one")
-    assert first.fill(2) == 2
-    again = store("two")
-    count = again.fill(1 << 20)
-    assert count == whole.fill(1 << 20) > 2
-    assert again.rows(range(count))[:] == whole.rows(range(count))[:]
-    assert again.known == whole.known
-    assert whole.known["left_out"] == {"rows_without_answer": 1}
-    full = store("one")
-    full.source.read = pytest.fail
-    assert full.fill(1 << 20) == count
-    assert store("one", MARKED).folder != full.folder
+    few, _ = source().windows(2, tmp_path)
+    whole, known = source().windows(1 << 20, tmp_path)
+    assert (len(few), known["ended"], known["left_out"]) == (2, True, {"rows_without_answer": 1})
+    assert whole[:2] == few[:]
+    full = source()
+    full.tokens = pytest.fail
+    assert full.windows(1 << 20, tmp_path)[0][:] == whole[:]
+    assert source(MARKED).identity() != full.identity()
 
 
 def test_several_texts_of_conversations_are_mixed_by_weight(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ def require_alike(one: Path, two: Path) -> None:
             assert norm == pytest.approx(expected_norms[name], rel=1e-5), name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("sharded", "family", "program", "lora", "hidden"),
     [

@@ -19,6 +19,7 @@ from tests.warm import Popen
 KILLED = "import sys; from tests.training.killed import main; main(*sys.argv[1:])"
 
 
+@pytest.mark.thorough
 def test_a_run_killed_anywhere_ends_as_one_that_is_not(tmp_path: Path) -> None:
     """Weights bit for bit, tables, files: all weights, adapters, early stop, with dropout, files torn."""
     process = Popen([sys.executable, "-c", KILLED, tmp_path, "2", "9"], stdout=subprocess.PIPE, cwd=Path.cwd())

@@ -21,15 +21,14 @@ from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import (
     MixedPart,
     RunOrder,
-    TextSource,
     TrainingText,
     TrainingWindows,
     TrainTexts,
     each_by_itself,
-    load_train_texts,
+    load_texts,
     texts_by_weight,
 )
-from surgeon.training.token_store import TokenStore
+from surgeon.training.token_store import TextSource
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.training.runs import in_training, same, weights
 
@@ -42,35 +41,35 @@ def text(tmp_path: Path) -> str:
 
 
 def test_the_end_is_held_out(text: str) -> None:
-    found = load_train_texts(tiny_tokenizer(), text, 8, 1 << 20, held_out_tokens=30)
-    whole = load_train_texts(tiny_tokenizer(), text, 8, 1 << 20, held_out_tokens=8)
+    found = load_texts(tiny_tokenizer(), text, 8, 1 << 20, held_out_tokens=30)
+    whole = load_texts(tiny_tokenizer(), text, 8, 1 << 20, held_out_tokens=8)
     assert len(found.held_out.ids) == 3
     joined = torch.cat([found.training.ids, found.held_out.ids])
     assert torch.equal(joined, torch.cat([whole.training.ids, whole.held_out.ids]))
     assert found.training.digest != whole.training.digest
     assert found.notes == ()
-    few = load_train_texts(tiny_tokenizer(), text, 8, 40, held_out_tokens=30)
+    few = load_texts(tiny_tokenizer(), text, 8, 40, held_out_tokens=30)
     assert torch.equal(few.training.ids, found.training.ids[:5])
     assert torch.equal(few.held_out.ids, found.training.ids[5:8])
 
 
 def test_by_default_a_tenth_is_held_out(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     every = load_windows(tiny_tokenizer(), text, 8, 1 << 20).ids
-    found = load_train_texts(tiny_tokenizer(), text, 8, 1 << 20)
+    found = load_texts(tiny_tokenizer(), text, 8, 1 << 20)
     tenth = len(every) // 10
     assert torch.equal(found.training.ids, every[:-tenth])
     assert torch.equal(found.held_out.ids, every[-tenth:])
     assert f"measured on {tenth * 8:,} tokens of {text} (held out: {tenth} windows behind them)" in found.line()
-    few = load_train_texts(tiny_tokenizer(), text, 8, 40)  # what is held out does not follow from what is trained on
+    few = load_texts(tiny_tokenizer(), text, 8, 40)  # what is held out does not follow from what is trained on
     assert torch.equal(few.training.ids, every[:5])
     assert torch.equal(few.held_out.ids, every[5 : 5 + tenth])
-    one = load_train_texts(tiny_tokenizer(), text, len(every.flatten()) // 3, 1 << 20)
+    one = load_texts(tiny_tokenizer(), text, len(every.flatten()) // 3, 1 << 20)
     assert (len(one.training), len(one.held_out.ids)) == (2, 1)
     monkeypatch.setattr(texts_module, "HELD_OUT_TOKENS", 24)
-    most = load_train_texts(tiny_tokenizer(), text, 8, 40)
+    most = load_texts(tiny_tokenizer(), text, 8, 40)
     assert torch.equal(most.held_out.ids, every[5:8])
     with pytest.raises(ValueError, match="has 1 window of .*, and 1 of the last ones are held out .* nothing is left"):
-        load_train_texts(tiny_tokenizer(), text, len(every.flatten()), 1 << 20)
+        load_texts(tiny_tokenizer(), text, len(every.flatten()), 1 << 20)
 
 
 @pytest.mark.parametrize("documents", ["apart", "whole"])
@@ -79,15 +78,14 @@ def test_held_out_documents_are_measured_each_by_itself(tmp_path: Path, document
     path, tokenizer, window = tmp_path / "rows.jsonl", tiny_tokenizer(), 24
     rows = [" ".join(str(number * 7 + each) for each in range(1 + number * 5 % 13)) for number in range(120)]
     path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-    found = load_train_texts(
+    found = load_texts(
         tokenizer, str(path), window, 30 * window, held_out_tokens=9 * window, documents=documents, cache=tmp_path
     )
     assert len(found.training) == 30
-    store = TokenStore(TextSource(tokenizer, str(path), None, documents), window, documents, 1, tmp_path)
-    store.fill(39)
+    stored, _ = TextSource(tokenizer, str(path), window, documents).windows(39, tmp_path)
     model = tiny_model("llama", 2, vocab_size=300).eval()
     values = list[torch.Tensor]()
-    for row in store.rows(range(30, 39)).with_format("torch"):
+    for row in stored.select(range(30, 39)).with_format("torch"):
         starts = [place for place in range(window) if row["position_ids"][place] == 0]
         for start, end in pairwise([*starts, window]):
             ids = row["input_ids"][start:end]
@@ -114,8 +112,8 @@ def test_of_several_texts_each_holds_out_its_share(tmp_path: Path) -> None:
         path = tmp_path / f"{name}.jsonl"
         path.write_text("".join(f'{{"text": "{name} {number} and so on"}}\n' for number in range(rows)))
         several[str(path)] = weight
-    found = load_train_texts(tiny_tokenizer(), several, 24, 40 * 24, documents="whole")
-    alone = [load_train_texts(tiny_tokenizer(), one, 24, 1 << 20, documents="whole") for one in several]
+    found = load_texts(tiny_tokenizer(), several, 24, 40 * 24, documents="whole")
+    alone = [load_texts(tiny_tokenizer(), one, 24, 1 << 20, documents="whole") for one in several]
     assert [part.windows for part in found.training.parts] == [31, len(alone[1].training)]
     assert found.behind == sum(each.behind for each in alone)
     assert alone[1].behind == max(1, (alone[1].behind + len(alone[1].training)) // 10)
@@ -129,17 +127,17 @@ def test_nothing_to_predict_is_not_measured() -> None:
 
 def test_too_little_text(text: str) -> None:
     with pytest.raises(ValueError, match="nothing is left to train on; give more text"):
-        load_train_texts(tiny_tokenizer(), text, 8, 1 << 20, held_out_tokens=1 << 20)
+        load_texts(tiny_tokenizer(), text, 8, 1 << 20, held_out_tokens=1 << 20)
     with pytest.raises(ValueError, match="window must be at least 2 tokens, so that one is predicted, not 1"):
-        load_train_texts(tiny_tokenizer(), text, 1, 1 << 20)
+        load_texts(tiny_tokenizer(), text, 1, 1 << 20)
 
 
 def test_nobody_is_judged_by_what_was_trained_on(text: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="in the training text .*, too"):
-        load_train_texts(tiny_tokenizer(), text, 8, 1 << 20, text, 16)
+        load_texts(tiny_tokenizer(), text, 8, 1 << 20, text, 16)
     other = tmp_path / "other.txt"
     other.write_text(" ".join(str(number) for number in range(5000, 5100)))
-    found = load_train_texts(tiny_tokenizer(), text, 8, 1 << 20, str(other), 16)
+    found = load_texts(tiny_tokenizer(), text, 8, 1 << 20, str(other), 16)
     assert found.held_out.ids.shape == (2, 8)
 
 
@@ -174,28 +172,28 @@ def test_windows_of_several_texts(text: str, tmp_path: Path) -> None:
     other = tmp_path / "other.txt"
     other.write_text(" ".join(str(number) for number in range(5000, 5400)))
     several = texts_by_weight([f"{text}=3", f"{other}=1"])
-    found = load_train_texts(tiny_tokenizer(), several, 8, 80, held_out_tokens=32)
+    found = load_texts(tiny_tokenizer(), several, 8, 80, held_out_tokens=32)
     assert [part.windows for part in found.training.parts] == [9, 4]
     assert found.held_out.ids.shape == (4, 8)
-    one = load_train_texts(tiny_tokenizer(), text, 8, 72, held_out_tokens=24)
+    one = load_texts(tiny_tokenizer(), text, 8, 72, held_out_tokens=24)
     assert torch.equal(found.training.ids[:9], one.training.ids)
     assert torch.equal(found.held_out.ids[:3], one.held_out.ids)
     assert found.training.source == f"{text}=3, {other}=1"
     swapped = {text: 1.0, str(other): 3.0}
-    other_way = load_train_texts(tiny_tokenizer(), swapped, 8, 80, held_out_tokens=32)
+    other_way = load_texts(tiny_tokenizer(), swapped, 8, 80, held_out_tokens=32)
     assert other_way.training.digest != found.training.digest
     with pytest.raises(ValueError, match="has no weight, as each of several texts needs one; write .*=0.5, say"):
         texts_by_weight([text, f"{other}=1"])
     with pytest.raises(ValueError, match="is given twice"):
         texts_by_weight([f"{text}=1", f"{text}=2"])
     with pytest.raises(ValueError, match=r"weight of .*text.txt must be a number above 0, not 0"):
-        load_train_texts(tiny_tokenizer(), {text: 0.0}, 8, 80)
+        load_texts(tiny_tokenizer(), {text: 0.0}, 8, 80)
 
 
 def test_windows_are_those_of_the_text_in_memory(text: str) -> None:
     """The same tokens and the same hash as `load_windows` has, so that runs of earlier versions go on."""
     read = load_windows(tiny_tokenizer(), text, 8, 1 << 20)
-    found = load_train_texts(tiny_tokenizer(), text, 8, 1 << 20, held_out_tokens=16)
+    found = load_texts(tiny_tokenizer(), text, 8, 1 << 20, held_out_tokens=16)
     assert torch.equal(found.training.ids, read.ids[:-2])
     assert torch.equal(found.held_out.ids, read.ids[-2:])
     assert found.training.digest == digest_of(read.ids[:-2])
@@ -206,7 +204,7 @@ def test_documents_apart(tmp_path: Path) -> None:
     table = tmp_path / "rows.jsonl"
     table.write_text("".join(f'{{"text": "{number} and {number + 1}"}}\n' for number in range(100)))
     tokenizer = tiny_tokenizer()
-    found = load_train_texts(tokenizer, str(table), 16, 320, held_out_tokens=32, documents="apart")
+    found = load_texts(tokenizer, str(table), 16, 320, held_out_tokens=32, documents="apart")
     rows = found.training.rows.with_format("numpy")[:]
     begins = rows["input_ids"] == tokenizer.bos_token_id
     assert begins.any(1).all()
@@ -216,7 +214,7 @@ def test_documents_apart(tmp_path: Path) -> None:
     plain = tmp_path / "plain.txt"
     plain.write_text("one text")
     with pytest.raises(ValueError, match="is one text, whose documents cannot be told apart; give the separator"):
-        load_train_texts(tokenizer, str(plain), 16, 320, documents="apart")
+        load_texts(tokenizer, str(plain), 16, 320, documents="apart")
 
 
 @pytest.mark.thorough
@@ -226,7 +224,7 @@ def test_a_run_on_several_texts_goes_on_in_the_middle_of_an_epoch(tmp_path: Path
         lines = (f'{{"text": "{number} {name} and {number * 7 % 31} dogs"}}\n' for number in range(40))
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
     several = {str(tmp_path / "a.jsonl"): 2.0, str(tmp_path / "b.jsonl"): 1.0}
-    texts = load_train_texts(tiny_tokenizer(), several, 16, 400, held_out_tokens=32, documents="apart")
+    texts = load_texts(tiny_tokenizer(), several, 16, 400, held_out_tokens=32, documents="apart")
     settings = TrainSettings(scope="all", steps=5, batch=4, learning_rate=1e-2, save_every=1, evaluate_every=5)
 
     def trained(folder: Path, text: TrainTexts, fatal: int | None = None) -> Trained | None:
@@ -241,23 +239,22 @@ def test_a_run_on_several_texts_goes_on_in_the_middle_of_an_epoch(tmp_path: Path
     whole = trained(tmp_path / "whole", texts)
     with pytest.raises(KeyboardInterrupt):
         trained(tmp_path / "killed", texts, fatal=4)
-    again = load_train_texts(tiny_tokenizer(), several, 16, 400, held_out_tokens=32, documents="apart")
+    again = load_texts(tiny_tokenizer(), several, 16, 400, held_out_tokens=32, documents="apart")
     found = trained(tmp_path / "killed", again)
     assert whole is not None
     assert found is not None
     assert same(weights(whole), weights(found))
-    other = load_train_texts(tiny_tokenizer(), dict.fromkeys(several, 1.0), 16, 400, held_out_tokens=32)
+    other = load_texts(tiny_tokenizer(), dict.fromkeys(several, 1.0), 16, 400, held_out_tokens=32)
     with pytest.raises(ValueError, match="is of another run: its data was"):
         trained(tmp_path / "killed", other)
 
 
-def test_windows_say_which_they_are() -> None:
+def test_windows_say_where_they_stand() -> None:
     ids = torch.arange(12).view(3, 4)
     order = RunOrder(3, 2, 3, seed=0)
     text = TrainingText.of(Windows(ids, "numbers", digest_of(ids)))
     items = list(map(TrainingWindows(text, order).__getitem__, range(6)))
     assert [int(item["place"]) for item in items] == list(range(6))
-    assert [int(item["index"]) for item in items] == list(order)
-    for item in items:
-        assert torch.equal(item["input_ids"], ids[item["index"]])
+    for index, item in zip(order, items, strict=True):
+        assert torch.equal(item["input_ids"], ids[index])
         assert torch.equal(item["labels"], item["input_ids"])

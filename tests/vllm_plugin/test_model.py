@@ -84,6 +84,7 @@ def logits(stages: list[Any]) -> Tensor:
     return found[None]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", RUN)
 def test_logits(family: str, build: Build, tmp_path: Path) -> None:
     program = WHOLE if family in (*NORMED_BEHIND, *MIXED) else SLICED
@@ -91,6 +92,7 @@ def test_logits(family: str, build: Build, tmp_path: Path) -> None:
     assert relative_error(logits([build(tmp_path)]), expected) < 1e-4
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", RUN)
 def test_vllm_s_own_operations(family: str, build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They compute what this package's kernels do not; here there are none."""

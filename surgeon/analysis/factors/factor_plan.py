@@ -168,7 +168,6 @@ def _choice(kind: str, parameters: Mapping[str, Any]) -> UnitSource | Criterion:
 
 JOURNAL = "journal.jsonl"
 RECORD = "factors.json"
-GRADIENTS = "gradients.safetensors"
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from surgeon.models.edit import check_layers, edit
 from surgeon.models.families import FAMILIES, Family, family_of
 from surgeon.models.recipe_program import recipe_program
 from surgeon.quality.tokens import tokenizer_digest
-from surgeon.training.conversations import load_texts
 from surgeon.training.packing import documents_of
 from surgeon.training.racks.build import require_known
 from surgeon.training.racks.partition import Racks
@@ -30,7 +29,7 @@ from surgeon.training.racks.tensors import tensors_of
 from surgeon.training.scope import with_chosen
 from surgeon.training.scratch.config import ScratchConfig
 from surgeon.training.scratch.tracks import narrow
-from surgeon.training.texts import TrainTexts
+from surgeon.training.texts import TrainTexts, load_texts
 
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
 # Of a configuration, what says nothing of how a model begins or what it computes.

@@ -45,6 +45,13 @@ THOROUGH += ("qwen3_next", "qwen3_5_moe_text", "llama4_text", "stablelm", "glm4_
 ALIKE = ("ministral", "exaone4", "seed_oss", "starcoder2", "gemma", "qwen3_5_text", "olmo", "qwen2_moe", "minimax_m2")
 
 
+@pytest.mark.sampled(
+    "test_cached_generation_equals_uncached",
+    "test_edits_equal_their_equations",
+    "test_an_export_with_the_program_loads_again",
+    "test_a_plain_export_loads_again",
+    "test_layers_that_are_all_as_narrow_are_a_plain_export",
+)
 class TestFamilies(FamilyContract):
     @pytest.fixture(
         scope="class", params=[case(name, default=name not in THOROUGH, slow=name in ALIKE) for name in FAMILY_NAMES]

@@ -86,6 +86,7 @@ def losses(model: Any) -> Tensor:
     return torch.cat([part.quality["nll"] for part in measure(model, IDS, share([dense]), MeasureOptions(2))])
 
 
+@pytest.mark.sampled
 @CASES
 def test_whatever_transformers_computes_with_everything_computes_with(family: str, how: str, tmp_path: Path) -> None:
     expected = stock_logits(found(tmp_path, family, how))
@@ -117,6 +118,7 @@ EXPORTED = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("form", "how", "family"), EXPORTED)
 def test_exports_compute_what_the_edited_model_does(form: str, how: str, family: str, tmp_path: Path) -> None:
     found(tmp_path / "source", family, how)

@@ -131,6 +131,7 @@ def greedy(numbers: list[int]) -> list[Request]:
     return [Request(number, tuple(PROMPTS[number]), GREEDY) for number in numbers]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("ranks", "family", "name"), ON_RANKS, indirect=["ranks"])
 def test_greedy_tokens_in_every_company(family: str, name: str, ranks: Ranks, checkpoints: dict[str, Path]) -> None:
     run = Runner(ranks, checkpoints[family], PROGRAMS[name], grouped=True)

@@ -246,6 +246,7 @@ def squares_exchanged(nodes: tuple[Node, ...], ranks: int) -> int:
     return count if ranks > 1 else 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("ranks", "family", "name"), ON_WAYS, indirect=["ranks"])
 def test_logits_and_counts(family: str, name: str, ranks: Ranks, checkpoints: Checkpoints, expected: Expected) -> None:
     number, program = len(ranks.pids), Program.parse(PROGRAMS[name])
@@ -268,6 +269,7 @@ def test_logits_and_counts(family: str, name: str, ranks: Ranks, checkpoints: Ch
 SLICED = [(way, family, name) for way in WAYS[1:3] for family in MIXTURES for name in MIXED]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("ranks", "family", "name"),
     [case(*one, default=at % 7 == 0, id=f"{one[0][1]}{one[0][0]}-{one[1]}-{one[2]}") for at, one in enumerate(SLICED)],

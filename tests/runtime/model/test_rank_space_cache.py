@@ -65,6 +65,7 @@ def test_the_same_texts(family: str, tmp_path: Path) -> None:
     assert relative_error(logits, plain_logits(model, PROGRAM, PROMPTS)) < TOLERANCE
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "program"),
     [("qwen2", PROGRAM), ("qwen3", PROGRAM), ("gemma2", PROGRAM), ("gpt2", PROGRAM), ("llama", COMBINED)],

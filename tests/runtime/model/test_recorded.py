@@ -116,6 +116,7 @@ def drawn_texts(draw: st.DrawFn) -> list[Texts]:
     return passes
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("family", "program"), CASES)
 @settings(max_examples=8)  # the first saves a model
 @given(passes=drawn_texts())
@@ -288,6 +289,7 @@ ON_RANKS += [("wide mixtral", "LP", "auto"), ("wide qwen3_moe", "ladder over LP"
 ON_RANKS += [("wide olmo3", "LP", "auto"), ("wide olmo2", "factors of pairs", "gather")]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("several", "family", "name", "way"),
     [case(count, *each, default=(at + count // 2) % 2 == 1) for count in (2, 4) for at, each in enumerate(ON_RANKS)],

@@ -334,6 +334,7 @@ def test_a_cache_has_recordings_of_its_own(checkpoints: dict[str, Path]) -> None
     assert len(static._passes) < 2  # those of caches that are gone go with them
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("as_on_gpus")
 def test_passes_are_recorded_before_they_come(checkpoints: dict[str, Path]) -> None:
     """Up to four texts, and as many blocks as they have room for if all are as long; then none of them is recorded."""

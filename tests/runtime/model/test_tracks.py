@@ -56,6 +56,7 @@ def native(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         return Native(folder, program, model(input_ids=IDS, use_cache=False).logits)
 
 
+@pytest.mark.sampled
 def test_logits_and_collectives(native: Native, several: Several) -> None:
     """Where ranks have whole tracks, all that is sent is an all-reduce for each block, as wide as a track's stream."""
     plan = make_plan(native.folder, several.count, IDS.shape[1])

@@ -168,6 +168,7 @@ def test_caches_in_rank_space_are_copied(checkpoints: dict[str, Path]) -> None:
     assert error_between(found, list(passes(dynamic, 1))) < TOLERANCE
 
 
+@pytest.mark.thorough
 def test_sixteen_bits(checkpoints: dict[str, Path]) -> None:
     with as_on_gpus():
         found = list(passes(engine_of(checkpoints["llama"], PROGRAMS["dense"], "static", "bfloat16"), 1))

@@ -93,6 +93,7 @@ def test_a_layer_of_the_full_size(way: LowRankMode, values: int) -> None:
     assert values <= 37_276 or way == "base"
 
 
+@pytest.mark.thorough
 def test_a_sixteenth_of_it_on_ranks_that_talk(tmp_path: Path) -> None:
     """Bytes that two gloo ranks count, of a model a sixteenth as wide in every dimension."""
     heads = {"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 32}  # k and v are 64 wide

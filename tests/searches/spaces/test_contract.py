@@ -23,6 +23,7 @@ WITH_ARGUMENTS = [
 ]
 
 
+@pytest.mark.sampled("test_its_edits_go_together_with_those_of_others")
 class TestSpaces(SpaceContract):
     @pytest.fixture(params=[*SPACES, *WITH_ARGUMENTS])
     def space(self, request: pytest.FixtureRequest) -> Space:

@@ -44,6 +44,7 @@ def stretch_by_stretch(racks: list[RackModel], ids: Tensor = IDS) -> list[tuple[
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_racks_one_after_the_other_are_the_model(family: str, tied: bool) -> None:

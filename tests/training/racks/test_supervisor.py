@@ -142,6 +142,7 @@ def test_one_after_the_other_is_killed(
     require_same(tmp_path, found, expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fsdp", [case(False, default=True), case(True, default=False)])
 def test_replicas_of_each_rack_come_to_the_same_up_to_rounding(
     fsdp: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -56,6 +56,7 @@ def narrow_model(family: str, count: int, depth: int, **config: Any) -> Any:
     return edit(model.eval(), program)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("family", [*DENSE_FAMILIES, "mixtral", "qwen3_moe"])
 def test_layers_have_the_dense_models_parameters(family: str, count: int) -> None:
@@ -185,6 +186,7 @@ def test_mixtures_keep_their_experts() -> None:
     assert len(routers_of(edited_layers(model))) == 6
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox", "qwen3_moe"])
 def test_export_and_reload(family: str, tokens: Tensor, tmp_path: Path) -> None:
     """Gemma2's norms after sublayers keep it from being cut into slices, and not from having tracks."""
