@@ -117,7 +117,7 @@ class Surgeon:
             Workload(batch, prompt, new).requests(self._plan.vocabulary),
             batch * blocks_for(prompt + new),
         )
-        run: RankRun = self._ranks.call(run_timed, requests, blocks, limits, DENSE, False)[0]
+        run: RankRun = self._ranks.call(run_timed, requests, blocks, limits, DENSE)[0]
         prompts = [one for one in run.passes if not one.decode]
         first = prompts[-1].ended - run.began
         return first, [one.seconds for one in run.passes if one.decode and one.tokens == batch]

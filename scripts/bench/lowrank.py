@@ -75,8 +75,6 @@ class Way:
 WAYS = (
     Way("plain"),
     Way("activation"),
-    Way("fisher"),
-    Way("features"),
     Way("whitened"),
     Way("whitened", sequential=True),
     Way("whitened", sequential=True, update=True),

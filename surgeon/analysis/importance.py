@@ -6,13 +6,11 @@ A KV group is a KV head with all query heads that share it. With X the inputs of
     activation   the mean over tokens of the size of what the unit gives: of each head's part of x the L2 norm, summed
                  over the group's heads; of a neuron's |x| (Minitron, Muralidharan et al. 2024, section 2.2)
     wanda        the sum over the unit's columns j of W of |W_ij| |X_j| (Wanda, Sun et al. 2023, equation 1)
-    taylor       the sum over all of the unit's weights w, of every matrix, of |w dL/dw|, L the mean negative
-                 log-likelihood of the text (LLM-Pruner, Ma et al. 2023, equation 5, first order)
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,15 +19,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from surgeon.analysis.factors.calibration import summed_gradients
-from surgeon.analysis.factors.matrices import Matrices, Matrix
+from surgeon.analysis.factors.matrices import Matrix
 from surgeon.analysis.factors.program_run import ProgramRun, matrices_in
 from surgeon.language.operations.width import USUAL, Criterion
 from surgeon.language.program import Program
-from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS, WRITING, Sublayer
+from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, Sublayer
 from surgeon.memory import stay_below
 from surgeon.models.edit import as_stored, program_of
-from surgeon.models.families import family_of
 from surgeon.models.weights import FactorSource, ModelWeights, ScoredUnits, TruncatedSVD, UnitsByLayer
 from surgeon.processes.journal import Journal
 from surgeon.progress import progress
@@ -41,7 +37,6 @@ Importance = dict[Part, Tensor]  # of each unit, (KV groups,) or (neurons,), flo
 
 WRITES = {ATTENTION: "o", FEED_FORWARD: "down"}
 JOURNAL = "importance.jsonl"
-GRADIENTS = "importance.gradients.safetensors"
 
 
 def scored_units(
@@ -96,8 +91,7 @@ def unit_importance(
 
     Raises:
         ValueError: if numbers are not finite (naming layer and matrix), the memory limit is too small, the folder holds
-            what was found on another text or model, a sublayer is not run, or gradients are needed and the model is
-            streamed or runs a program of its own.
+            what was found on another text or model, or a sublayer is not run.
         OSError: if the folder cannot be written to, or another process is writing to it.
     """
     identity = {
@@ -108,21 +102,8 @@ def unit_importance(
     }
     with as_stored(model) as own, _Kept(folder, identity) as kept:
         left = {part: by for part, by in wanted.items() if (by, part) not in kept.found}
-        by_gradients = [part for part, by in left.items() if by == "taylor"]
-        if by_gradients:
-            if own != program_of(model):
-                raise ValueError(
-                    "taylor goes by gradients through layers one after the other, and the model runs a program of its "
-                    "own; use activation"
-                )
-            file = None if folder is None else folder / GRADIENTS
-            for part, found in _by_gradients(model, by_gradients, windows.ids, file, identity):
-                kept.add("taylor", part, found)
-            if file is not None:
-                file.unlink()  # it is as large as the model
-        by_inputs = {part: by for part, by in left.items() if by != "taylor"}
-        for part, found in _by_inputs(model, own, windows.ids, by_inputs, memory) if by_inputs else ():
-            kept.add(by_inputs[part], part, found)
+        for part, found in _by_inputs(model, own, windows.ids, left, memory) if left else ():
+            kept.add(left[part], part, found)
         return {part: kept.found[by, part] for part, by in wanted.items()}
 
 
@@ -206,29 +187,6 @@ def _of_inputs(sums: _Inputs, matrix: Matrix, weights: ModelWeights, by: Criteri
         columns = weights.matrix(matrix.sublayer, matrix.role).whole().abs().double().sum(0)
         by_head = columns.to(sums.squares.device) * sums.squares.sqrt()
     return _by_unit(by_head, matrix.sublayer, weights)
-
-
-def _by_gradients(
-    model: PreTrainedModel, parts: Collection[Part], ids: Tensor, kept: Path | None, identity: Mapping[str, Any]
-) -> Iterator[tuple[Part, Tensor]]:
-    """By gradients of the loss, those of all windows summed before their sizes are taken."""
-    reader = Matrices(model)
-    family = family_of(model.config)
-    roles = {kind: [projection.role for projection in family.spec(kind).projections] for kind in KINDS}
-    matrices = [Matrix.of(layer, role) for kind, layer in sorted(parts) for role in roles[kind]]
-    with progress("importance", len(ids), "windows") as ran:
-        gradients = summed_gradients(model, ids, matrices, _whole, kept, identity, ran)
-    for kind, layer in parts:
-        sublayer = Sublayer(kind, (layer,))
-        importance = torch.zeros(())
-        for role in roles[kind]:
-            salience = (reader.read(Matrix.of(layer, role)).double().cpu() * gradients[Matrix.of(layer, role)]).abs()
-            importance = importance + _by_unit(salience.sum(0 if role in WRITING else 1), sublayer, reader.weights)
-        yield (kind, layer), importance / len(ids)
-
-
-def _whole(gradient: Tensor) -> Tensor:
-    return gradient.float().cpu().contiguous()
 
 
 def _by_unit(values: Tensor, sublayer: Sublayer, weights: ModelWeights) -> Tensor:

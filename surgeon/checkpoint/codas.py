@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING
 
 from surgeon.checkpoint.belongings import CODAS
-from surgeon.checkpoint.header import read_header
 from surgeon.checkpoint.read import Checkpoint, read_json
+from surgeon.checkpoint.tensor_file import read_header
 from surgeon.errors import first_line, shown
 from surgeon.language.program import Program
 from surgeon.processes.files import sync_tree, write_json
@@ -137,7 +137,14 @@ def read_codas(folder: Path, check_weights: bool = True) -> StoredCodas | None:
     index = read_json(path)
     if index.get("format") != FORMAT:
         raise ValueError(f"{path} has the format {shown(index.get('format'))}, and {FORMAT} is known here")
-    _check(path, index)
+    kinds = {"racks": list, "nodes": list, "depth": int, "weights": str, "program": str, "config": dict}
+    wrong = [name for name, kind in kinds.items() if type(index.get(name)) is not kind]
+    lists = (name for name, kind in _KINDS.items() if name not in wrong)
+    wrong += [name for name in lists if any(type(one) is not _KINDS[name] for one in index[name])]
+    if not wrong and (not 2 <= len(index["racks"]) == len(index["nodes"]) or index["nodes"] != sorted(index["nodes"])):
+        wrong = ["nodes"]
+    if wrong:
+        raise ValueError(f"{path} is damaged: it has {wrong[0]}: {shown(index.get(wrong[0]))}; train the codas again")
     if check_weights and index["weights"] != Checkpoint(folder).model_hash():
         raise ValueError(
             f"the codas in {path.parent} are of other weights than those in {folder}; remove the folder, or train them "
@@ -152,18 +159,6 @@ def read_codas(folder: Path, check_weights: bool = True) -> StoredCodas | None:
         if not _file(folder, rack).is_file():
             raise FileNotFoundError(f"{_file(folder, rack)} is missing: {INDEX} names that rack")
     return StoredCodas(folder, tuple(index["racks"]), tuple(index["nodes"]), index["depth"], config, program)
-
-
-def _check(path: Path, index: dict[str, Any]) -> None:
-    """Refuse an index that is not what `write_codas` writes."""
-    kinds = {"racks": list, "nodes": list, "depth": int, "weights": str, "program": str, "config": dict}
-    wrong = [name for name, kind in kinds.items() if type(index.get(name)) is not kind]
-    lists = (name for name, kind in _KINDS.items() if name not in wrong)
-    wrong += [name for name in lists if any(type(one) is not _KINDS[name] for one in index[name])]
-    if not wrong and (not 2 <= len(index["racks"]) == len(index["nodes"]) or index["nodes"] != sorted(index["nodes"])):
-        wrong = ["nodes"]
-    if wrong:
-        raise ValueError(f"{path} is damaged: it has {wrong[0]}: {shown(index.get(wrong[0]))}; train the codas again")
 
 
 def _file(folder: Path, rack: int) -> Path:

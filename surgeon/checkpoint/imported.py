@@ -265,7 +265,8 @@ def with_ranks(entries: Entries, family: Family, pairs: Mapping[tuple[int, str],
         ranks.setdefault((kind, layer), {})[role] = pair.rank
     own = entries.get(PROGRAM_KEY)
     if own is None:
-        program = Program.dense(_layers(entries), family.steps_per_layer)
+        layers = next(entries[key] for key in ("num_hidden_layers", "n_layer") if key in entries)
+        program = Program.dense(int(layers), family.steps_per_layer)
     else:
         program = Program.parse(own)
 
@@ -274,10 +275,6 @@ def with_ranks(entries: Entries, family: Family, pairs: Mapping[tuple[int, str],
         return replace(sublayer, ranks=tuple((role, found[role]) for role in ROLES[sublayer.kind] if role in found))
 
     return entries | {PROGRAM_KEY: str(program.renamed(ranked))}
-
-
-def _layers(entries: Entries) -> int:
-    return int(entries["num_hidden_layers"] if "num_hidden_layers" in entries else entries["n_layer"])
 
 
 def in_blocks(tensors: list[Tensor]) -> Tensor:

@@ -81,27 +81,22 @@ def _front_matter(path: Path) -> dict[Any, Any]:
 
 
 def _is_valid(key: str, value: Any) -> bool:
-    if key.startswith(TERMS):
-        return _is_small(value)
+    if key.startswith(TERMS):  # a few texts and numbers, nested in any way
+        left = [value]
+        seen = 0
+        while left:
+            one = left.pop()
+            seen += 1
+            if seen > MOST_VALUES or not (isinstance(one, dict | list | int) or _is_text(one)):
+                return False
+            if isinstance(one, dict | list):
+                left += list(one)[:MOST_VALUES]
+            if isinstance(one, dict):
+                left += list(one.values())[:MOST_VALUES]
+        return True
     if isinstance(value, list) and key in LISTS:
         return bool(value) and all(map(_is_text, value))
     return _is_text(value)
-
-
-def _is_small(value: Any) -> bool:
-    """Whether it is made of a few texts and numbers."""
-    left = [value]
-    seen = 0
-    while left:
-        one = left.pop()
-        seen += 1
-        if seen > MOST_VALUES or not (isinstance(one, dict | list | int) or _is_text(one)):
-            return False
-        if isinstance(one, dict | list):
-            left += list(one)[:MOST_VALUES]
-        if isinstance(one, dict):
-            left += list(one.values())[:MOST_VALUES]
-    return True
 
 
 def _is_text(value: Any) -> bool:

@@ -83,8 +83,8 @@ def bench(
     trace: Annotated[
         str | Path | None,
         option(
-            "Write a timeline of every program's prefill and one decoding pass, for chrome://tracing or Perfetto; "
-            "on GPUs what torch.profiler sees of the first passes, a file for each rank (NAME.rank0.json, ...)."
+            "Write what torch.profiler sees of every program's first passes, for chrome://tracing or Perfetto: a file "
+            "for each rank (NAME.rank0.json, ...)."
         ),
     ] = None,
     output: Annotated[
@@ -96,8 +96,8 @@ def bench(
     Everything is loaded by the same ranks and measured in turns; a ratio is the median over the rounds of the one
     taken in each. First token: from being asked until every text has one. Per token: a decoding pass. Tokens/s: new
     tokens of all texts, from being asked to the last. Waiting: time in collectives; "32+2" are 32 of the program's
-    steps and 2 of embedding and head. Bytes are those of the program's steps, of one rank. On GPUs waiting is told by
-    CUDA events in one more run, and beside it when all of a pass was launched.
+    steps and 2 of embedding and head. Bytes are those of the program's steps, of one rank. On GPUs a profiler tells
+    waiting, in one more run.
 
     Caches have all the memory they need here, so that --kv auto is full; --kv lowrank is for the programs that have
     factors of k and v, beside others that have none.
@@ -113,7 +113,6 @@ def bench(
     from surgeon.benchmarks.measure import RankBench
     from surgeon.benchmarks.plans import Needs, plan_candidates
     from surgeon.benchmarks.tables import bench_record, bench_table
-    from surgeon.benchmarks.trace import check_trace, write_trace
     from surgeon.commands.opening import as_list, as_range
     from surgeon.cost.candidates import open_candidates
     from surgeon.cost.workload import Workload
@@ -139,8 +138,8 @@ def bench(
     needs = Needs(on.ranks, prompt + new, on.device, ways)
     plans = plan_candidates(candidates, needs)
     unconnected = {one.name for one in candidates if not one.connected}
-    if trace is not None:
-        check_trace(Path(trace))
+    if trace is not None and (Path(trace).is_dir() or not Path(trace).absolute().parent.is_dir()):
+        raise ValueError(f"the trace {trace} must be a file in a folder that exists")
     if output is not None:
         make_folder(Path(output))
     kind = None if on.ranks == 1 else on.compression
@@ -153,7 +152,7 @@ def bench(
         measured = RankBench.load(running, plans, unconnected)
         with progress("bench", rounds * len(loads) * len(plans), "runs") as advance:
             results = measured.measure(loads, rounds, advance)
-        traces = () if trace is None else write_trace(measured, loads[0], Path(trace))
+        traces = () if trace is None else measured.profile(loads[0], Path(trace))
         divergence = {
             name: divergence_of_compressed(running, plans[name], texts, kind, name)
             for name, texts in windows.items()
@@ -165,7 +164,6 @@ def bench(
     used = dict.fromkeys(kernels_used(on.device, plan.dtype) for plan in plans.values())
     settings: dict[str, Any] = {"heading": heading, "seed": load.seed, "place": place, "rounds": rounds}
     settings["kernels"] = ", ".join(used)
-    settings |= {"experts": measured.experts} if measured.experts else {}
     if divergence:
         predicted = min(sum(len(window) - 1 for window in texts) for texts in windows.values())
         settings |= {"compression": kind, "compared": data or RANDOM, "predicted": predicted}

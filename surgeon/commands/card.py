@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from surgeon.commands.command import command, option
 from surgeon.commands.options import Results
+
+if TYPE_CHECKING:
+    from surgeon.findings.measured import CardScore
 
 
 @command()
@@ -24,13 +28,13 @@ def card(
     from surgeon.checkpoint.inherit import CARD_FILE
     from surgeon.commands.opening import as_list
     from surgeon.findings.card import identity_of, open_edited, require_own_card, write_card
-    from surgeon.findings.measured import Measured, read_measured
+    from surgeon.findings.measured import read_measured
 
     folder = Path(checkpoint)
     found = open_edited(folder)
     if not overwrite:
         require_own_card(folder)
-    measured = Measured()
+    measured: Sequence[CardScore] = ()
     if results:
         measured = read_measured([*map(Path, as_list(results))], identity_of(found))
     write_card(folder, found.name, measured)

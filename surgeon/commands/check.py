@@ -50,25 +50,21 @@ def check(
     """Say what would work with a model, what not and why, and how much memory each would take.
 
     In seconds, of a config.json alone: programs of every operation are put to the code that would refuse them later, on
-    the shapes of the model's tensors. Nothing is loaded, and of a hub name the configuration alone is fetched. Of an
-    architecture that surgeon does not know it says which one is nearest and what is otherwise; the exit status is then
-    1, as it is where a file cannot be read.
+    the shapes of the model's tensors. Nothing is loaded, and of a hub name the configuration alone is fetched. The exit
+    status is 1 where the architecture is not supported, as it is where a file cannot be read.
 
     Returns:
-        The answers; `refused` says why, and what surgeon would have to learn, where the architecture is not supported.
+        The answers; `refused` says why, where the architecture is not supported.
 
     Raises:
         FileNotFoundError: if there is no such model, or a file of it is missing.
         ValueError: if a file of it is damaged, it has no architecture, or there is no such dtype.
     """
-    from surgeon.checkpoint.config import find_config
-    from surgeon.checkpoint.read import read_json
     from surgeon.commands.capabilities import Capabilities, facts_of, with_shapes
     from surgeon.commands.opening import check_counts
     from surgeon.errors import did_you_mean
     from surgeon.findings.check import Check
     from surgeon.models.families import Unsupported
-    from surgeon.models.unknown import mechanisms
     from surgeon.named import model_name
     from surgeon.opened import Model
     from surgeon.processes.files import make_folder
@@ -84,7 +80,7 @@ def check(
         able = Capabilities(opened, numbers, dtype or str(opened.dtype).removeprefix("torch."), draft)
         found = Check.of(able.verdicts(), model=name, facts=facts_of(opened))
     except Unsupported as refusal:
-        found = Check.of([], model=name, refused=str(refusal), facts=mechanisms(read_json(find_config(name))))
+        found = Check.of([], model=name, refused=str(refusal))
     if output is None:
         return found
     make_folder(Path(output))

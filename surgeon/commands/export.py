@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from surgeon.checkpoint.forms import Layout
     from surgeon.checkpoint.training import Training
     from surgeon.exports.prove import Proof
+    from surgeon.findings.measured import CardScore
     from surgeon.language.program import Program
     from surgeon.language.recipe import Recipe
     from surgeon.opened import EditedModel, Model
@@ -214,10 +215,9 @@ def export(
     ready = with_factors(edited, kept, limit, DTYPES.get(dtype or ""))
     plan = plan_export(source, ready.program, form, dtype, ready.factors)
     files = [Path(one) for one in as_list(results)]
+    measured: Sequence[CardScore] = ()
     if files:
         measured = read_measured(files, plan.identity(target.absolute().name))
-    else:
-        measured = None
     planned(plan.layout)
     # What is published says nothing of the folders of this machine.
     if ready.recipe is None:

@@ -67,7 +67,7 @@ VariantLayers = Annotated[
 ]
 Results = Annotated[
     "str | Path | Sequence[str | Path]",
-    several("What surgeon eval, bench or search wrote with --output, for the model card.", metavar="FOLDER|FILE"),
+    several("What surgeon eval or search wrote with --output, for the model card.", metavar="FOLDER|FILE"),
 ]
 Batches = Annotated[
     "int | Sequence[int]",

@@ -23,8 +23,8 @@ from surgeon.commands.options import (
 )
 
 if TYPE_CHECKING:
-    from surgeon.commands.search_result import SearchResult
     from surgeon.findings.result import RunResult
+    from surgeon.findings.search import SearchResult
 
 _WIDTH = 80  # columns of a terminal
 _KEY = 12  # columns of what stands before a line

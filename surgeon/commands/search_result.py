@@ -6,7 +6,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pandas as pd
 from surgeon.checkpoint.load import load
 from surgeon.commands.heal import heal
 from surgeon.commands.search_setup import SearchSetup
-from surgeon.findings.search import SearchRun
+from surgeon.findings.search import SearchResult
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
 from surgeon.opened import Model
@@ -24,7 +24,7 @@ from surgeon.quality.data import Windows, load_windows, shared_windows
 from surgeon.quality.summary import Quality, quality_of
 from surgeon.quality.text import OWN, VERIFIED
 from surgeon.searches.drafting import DraftValue, FoundDraft, by_verified_keys
-from surgeon.searches.front import QualityCurve, quality_curves
+from surgeon.searches.front import quality_curves
 from surgeon.searches.here import drafts_here, fast_enough_here
 from surgeon.searches.mixture import Trial
 from surgeon.searches.priced import PricedQuestion
@@ -49,35 +49,6 @@ from surgeon.searches.winners import (
 from surgeon.training.distill.distiller import Distillation
 from surgeon.training.held_out import HeldOutQuality
 from surgeon.training.settings import TrainSettings
-
-
-@dataclass(frozen=True, repr=False)
-class SearchResult(SearchRun):
-    """What a search has found.
-
-    Attributes:
-        question: that was asked: the spaces on the model, the budget, the objectives.
-        winner: the best trial, with what is known of it and of its runners-up on held-out text.
-        work: what all workers have run for it, in all of its commands.
-        curves: quality against each cost that was looked along: of each space alone, and of all together.
-    """
-
-    _: KW_ONLY
-    question: PricedQuestion
-    winner: Winner
-    work: SearchWork
-    curves: Sequence[QualityCurve]
-
-    @property
-    def program(self) -> Program:
-        return self.winner.trial.program
-
-    @property
-    def runners_up(self) -> tuple[Trial, ...]:
-        """The trials that the winner was compared with on held-out text."""
-        compared = self.winner.comparison
-        finalists = () if compared is None else compared.finalists
-        return tuple(one.trial for one in finalists if one.trial.number != self.winner.trial.number)
 
 
 def end_search(
@@ -106,7 +77,7 @@ def end_search(
             curves += quality_curves(cost, trials, question.original, question.pricing)
     if len(question.traded) > 1:  # it is there where no trial keeps the budget, too
         tables["front"] = write_front(output, question.front(trials), question, opened.reference, opened.hash)
-        SearchRun.TABLES["front"].write(output, tables["front"])
+        SearchResult.TABLES["front"].write(output, tables["front"])
     ranked, why = choose(question, trials, curves)
     workload = settings.workload(opened.positions)
     first, *others = fast_enough_here(question, ranked, opened.folder, settings.ranks, workload)
@@ -156,7 +127,7 @@ def end_search(
         work=work,
         curves=curves,
     )
-    recipe_file = output / SearchRun.TEXTS["recipe_text"]
+    recipe_file = output / SearchResult.TEXTS["recipe_text"]
     write_text(recipe_file, text)
     return replace(found, files=(recipe_file, *found.write(output), *found.draw(output)))
 

@@ -13,12 +13,12 @@ import optuna
 
 from surgeon.analysis.subject import Subject
 from surgeon.commands.opening import warn
-from surgeon.commands.search_result import SearchResult, end_search, require_text_to_heal
+from surgeon.commands.search_result import end_search, require_text_to_heal
 from surgeon.commands.search_setup import SearchSetup, open_question
 from surgeon.cost.calibrate import calibrate
 from surgeon.cost.hardware_file import parse_hardware
 from surgeon.errors import needs_extra
-from surgeon.findings.search import SearchRun
+from surgeon.findings.search import SearchResult
 from surgeon.memory import free_bytes
 from surgeon.opened import Model, open_model
 from surgeon.progress import progress
@@ -108,7 +108,7 @@ def join_search(model: str | Path | Model, options: Question, worker: int) -> Se
     if searching.known_terms is not None:
         tables["terms"] = terms_table(question, searching.known_terms)
     for name, table in tables.items():  # they are there where no trial keeps the budget, too
-        SearchRun.TABLES[name].write(output, table)
+        SearchResult.TABLES[name].write(output, table)
     by = {"sampler": options.sampler} | ({} if options.sampler == SURGEON else {"seed": options.seed})
     record = subject.provenance(
         **options.identity, **by, trials=len(trials), study=study.study_name, storage=storage.place

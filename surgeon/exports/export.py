@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from surgeon.exports.prove import Proof, prove, reference_of, require_alike
 from surgeon.exports.report import edit_record, write_report
 from surgeon.exports.staging import check_target, staged
 from surgeon.findings.card import write_card
-from surgeon.findings.measured import Measured
+from surgeon.findings.measured import CardScore
 from surgeon.processes.files import check_space, show_bytes, write_json
 from surgeon.processes.folders import scratch
 from surgeon.progress import Advance, stretch
@@ -35,7 +35,7 @@ def write_export(
     overwrite: bool = False,
     recipe: str | None = None,
     advance: Advance = lambda _: None,
-    measured: Measured | None = None,
+    measured: Sequence[CardScore] = (),
     alive: Callable[[Tensor], Tensor] | None = None,
     training: Training | None = None,
     complete: Callable[[Path], None] = lambda _: None,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,10 +19,11 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, Generation
 from transformers.initialization import no_init_weights
 
 from surgeon.checkpoint.belongings import GENERATION
+from surgeon.checkpoint.config import dense_config
 from surgeon.checkpoint.forms import FORMS, form_of
-from surgeon.checkpoint.forms.fused import CARRIED, fused_config
+from surgeon.checkpoint.forms.base import config_beside
+from surgeon.checkpoint.forms.fused import CARRIED, ORIGINAL_KEY, fused_config
 from surgeon.checkpoint.load import open_stored
-from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.checkpoint.training import layers_by_recipe
 from surgeon.errors import NotProven
@@ -31,11 +31,10 @@ from surgeon.language.program import Program, Step
 from surgeon.language.sublayer import ATTENTION, KINDS, WRITING, Sublayer
 from surgeon.models.edit import edit
 from surgeon.models.families import FAMILIES, Family, family_of
-from surgeon.models.families.base import Factor
 from surgeon.models.families.fused import FUSED, POSITIONS
 from surgeon.models.weights import ModelWeights, packed
 
-_TOLERANCE = 1e-6  # relative, between factors that went through a division
+BIAS_SWITCHES = ("attention_bias", "use_bias", "bias", "enable_bias")  # what configurations call having them
 # How many sublayers of each kind lie side by side in a layer of a fused checkpoint.
 Parts = dict[str, int]
 
@@ -71,7 +70,7 @@ def unfused(model: str | Path | StoredModel, dtype: torch.dtype | None = None) -
             layers_by_recipe(Program.parse(stored.report["program"]), program)
         except NotProven as difference:
             raise ValueError(_advice(checkpoint.where, str(difference))) from difference
-    config = unfused_config(checkpoint, fused, [max(part.values()) for part in parts], program)
+    config = _config_of(stored, program)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with no_init_weights():
         stock = model_class._from_config(config, dtype=dtype or stored.compute_dtype("cpu"))
@@ -88,81 +87,31 @@ def _advice(where: str, reason: str) -> str:
     return f"{where} cannot be taken apart ({reason}); use the recipe and the original that it was made of"
 
 
-def unfused_config(checkpoint: Checkpoint, fused: Any, layers: list[int], program: Program) -> Any:
-    """A configuration of the original's architecture, of which the fused one follows.
-
-    Args:
-        fused: the checkpoint's.
-        layers: how many of the model's layers lie in each of the checkpoint's.
-        program: over the model's layers.
+def _config_of(stored: StoredModel, program: Program) -> Any:
+    """The configuration of the original's architecture that the fused one was made of, for a program over its layers.
 
     Raises:
         ValueError: if there is none, naming the entry that would be another one.
     """
-    family = FAMILIES[fused.base_model_type]
-    config_class = CONFIG_MAPPING[fused.base_model_type]
-    known = config_class()
-    # What the fused configuration says, its lists with an entry for each of the model's own layers.
-    of_each = fused.to_dict()
-    for key in ("layer_types", "rotary_layers"):
-        if (values := getattr(fused, key)) is not None:
-            of_each[key] = [value for value, count in zip(values, layers, strict=True) for _ in range(count)]
-    whole = SimpleNamespace(**of_each | {"num_hidden_layers": sum(layers)})
-    entries = _entries(family, checkpoint, whole)
-    config = config_class(**{key: value for key, value in entries.items() if hasattr(known, key)})
-    config.dtype = fused.dtype
-    layout = FORMS["fused"].lay_out(program, family_of(config), config)
+    checkpoint = stored.checkpoint
+    if not isinstance(entries := checkpoint.config.get(ORIGINAL_KEY), dict):
+        raise ValueError(_advice(checkpoint.where, f"its config.json has no {ORIGINAL_KEY}"))
+    entries = entries | {key: checkpoint.config[key] for key in CARRIED if key in checkpoint.config}
+    config = dense_config(config_beside(entries, CONFIG_MAPPING[stored.config.base_model_type]))
+    family = family_of(config)
+    if family.norm_kind == "layer":  # shifts of norms are in biases now
+        for key in BIAS_SWITCHES:
+            if hasattr(config, key):
+                setattr(config, key, True)
+    config.dtype = stored.config.dtype
+    layout = FORMS["fused"].lay_out(program, family, config)
     shapes = {name: checkpoint.shape(name) for name in checkpoint.names()}
-    again = fused_config(family_of(config), config, layout, shapes)
-    said = fused.to_dict()
-    for key, value in again.items():
-        # As `transformers` reads it, or as it is stored.
-        found = said.get(key)
-        stored = checkpoint.config.get(key)
-        if isinstance(value, float) and isinstance(found, float):
-            agree = abs(value - found) <= _TOLERANCE * abs(found)
-        else:
-            agree = value in (found, stored)
-        if not agree:
-            raise ValueError(
-                f"{checkpoint.folder} cannot be taken apart ({family.name} would have {key}: {value} in the fused "
-                f"form, and config.json has {stored}); use the recipe and the original that it was made of"
-            )
+    said = stored.config.to_dict()
+    for key, value in fused_config(family, config, layout, shapes).items():
+        if value not in (said.get(key), checkpoint.config.get(key)):  # as transformers reads it, or as it is stored
+            reason = f"{family.name} would have {key}: {value} in the fused form, and config.json has {said.get(key)}"
+            raise ValueError(_advice(checkpoint.where, reason))
     return config
-
-
-def _entries(family: Family, checkpoint: Checkpoint, said: SimpleNamespace) -> dict[str, Any]:
-    """The stock configuration's entries, of which the architecture may lack some."""
-    entries = {key: checkpoint.config[key] for key in CARRIED if key in checkpoint.config} | {
-        "tie_word_embeddings": said.tie_word_embeddings,
-        "num_hidden_layers": said.num_hidden_layers,
-        "num_attention_heads": said.num_attention_heads,
-        "num_key_value_heads": said.num_key_value_heads,
-        **({} if family.heads_fill_stream else {"head_dim": said.head_dim}),
-        "rope_parameters": said.rope_parameters,
-        family.intermediate: said.intermediate_size,
-        family.activation: said.hidden_act,
-    }
-    optional = {
-        family.norm_epsilon: said.norm_eps,
-        family.window: said.sliding_window,
-        family.dropout or family.module_dropout: said.residual_dropout,
-        family.attention_dropout: said.attention_dropout,
-        family.mlp_dropout: said.mlp_dropout,
-        family.embedding_dropout: said.embedding_dropout,
-        family.rotary_layers: None if said.rotary_layers is None else list(map(int, said.rotary_layers)),
-    }
-    if family.window_layers == "layer_types":
-        optional["layer_types"] = said.layer_types
-    factors = [
-        (family.embedding_scale, said.embedding_scale),
-        (family.attention_scale, said.attention_scaling),
-        (family.output_scale, said.output_scale),
-        (family.logit_scale, said.logit_scale),
-    ]
-    named = {scale.attribute: value for scale, value in factors if isinstance(scale, Factor)}
-    has = {key: value for key, value in optional.items() if isinstance(key, str)}
-    return entries | has | named | family.unfused(said)
 
 
 def _parts_of(index: int, said: dict[str, Any], weights: ModelWeights) -> Parts:

@@ -19,7 +19,7 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class Table:
-    """A table, of the page and as text of a terminal; the first column heads its rows.
+    """A table of the page, of a terminal (`str`) and of Markdown; the first column heads its rows.
 
     Attributes:
         head: what is behind a comma, a unit, stands in a second line on a terminal.
@@ -48,6 +48,14 @@ class Table:
         notes = (hanging("", line) for line in self.note.splitlines())
         return "\n".join(filter(None, [self.caption, text, *notes]))
 
+    @property
+    def markdown(self) -> str:
+        aligned_by = [":--" if column == 0 or column in self.left else "--:" for column in range(len(self.head))]
+        lines = [self.head, aligned_by, *self.rows]
+        return "\n".join(
+            f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in line)} |" for line in lines
+        )
+
 
 @dataclass(frozen=True)
 class Code:
@@ -74,11 +82,9 @@ class Finding:
         text: one or two sentences in plain language.
         figure: the number to remember, if it is one of those at the top, with what it is.
         label: what the number is.
-        table: the numbers behind it.
     """
 
     lead: str
     text: str
     figure: str = ""
     label: str = ""
-    table: Table | None = None

@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 import textwrap
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from shlex import quote
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from surgeon.checkpoint.belongings import FileKind, kind_of
-from surgeon.checkpoint.companions import companions_in, left_behind, names_in
+from surgeon.checkpoint.companions import left_behind, left_by, names_in
 from surgeon.checkpoint.describe import Surgery, describe
 from surgeon.checkpoint.inherit import CARD_FILE, Inherited
 from surgeon.checkpoint.read import DEMO
 from surgeon.checkpoint.sizes import size_lines
 from surgeon.checkpoint.training import STAGES
-from surgeon.findings.measured import DIVERGENCE, PERPLEXITY, Bench, CardScore, Identity, Measured
+from surgeon.findings.blocks import Table
+from surgeon.findings.measured import DIVERGENCE, PERPLEXITY, CardScore, Identity
 from surgeon.language.operations import OPERATIONS
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.program import Fork, Program, steps_of
@@ -67,7 +67,7 @@ def identity_of(found: Surgery) -> Identity:
     return Identity(found.name, own, found.stored.program, source_hash, found.program, dense, trained)
 
 
-def write_card(folder: Path, name: str, measured: Measured | None = None) -> Inherited:
+def write_card(folder: Path, name: str, measured: Sequence[CardScore] = ()) -> Inherited:
     """Write the card of the exported checkpoint in a folder; returns what it has from the base model's card.
 
     Args:
@@ -76,21 +76,18 @@ def write_card(folder: Path, name: str, measured: Measured | None = None) -> Inh
     from huggingface_hub import ModelCard
 
     found = open_edited(folder)
-    measured = measured or Measured()
     inherited = Inherited.from_json(found.report.get("source", {}).get("card"))
     card = ModelCard.from_template(
-        _metadata(found, name, inherited, measured),
+        _metadata(found, inherited),
         template_path=str(TEMPLATE),
         name=name,
         found=found,
         inherited=inherited,
-        measured=measured,
-        table=table,
+        quality=_quality(measured, name),
+        facts=_facts(found, name),
         line=one_line,
         **surgery(found),
         **training_stages(found.training, name),
-        quality=quality(measured.scores, name),
-        speed=lambda bench: speed(bench, name),
         **usage(found, folder, name),
         **belongings(found, folder, inherited),
     )
@@ -122,34 +119,19 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _metadata(found: Surgery, name: str, inherited: Inherited, measured: Measured) -> ModelCardData:
-    from huggingface_hub import EvalResult, ModelCardData
+def _metadata(found: Surgery, inherited: Inherited) -> ModelCardData:
+    from huggingface_hub import ModelCardData
 
     carried = dict(inherited.metadata)
     tags = carried.pop("tags", [])
     if isinstance(tags, str):
         tags = [tags]
     original = hub_name(found.original or "")  # of a folder only the last part is kept
-    results = [
-        EvalResult(
-            task_type="text-generation",
-            task_name=score.task,
-            dataset_type=score.dataset.partition(":")[0],
-            dataset_name=score.dataset,
-            dataset_args=None if score.shots is None else {"num_few_shot": score.shots},
-            metric_type=score.metric,
-            metric_value=score.value,
-        )
-        for score in measured.scores
-        if score.edited and score.dataset is not None and not score.metric.startswith("divergence")
-    ]
     return ModelCardData(
         base_model=None if original is None else original.repository,
         library_name="transformers",
         pipeline_tag=carried.pop("pipeline_tag", "text-generation"),
         tags=[*tags, "surgeon"],
-        model_name=name if results else None,
-        eval_results=results or None,
         **carried,
     )
 
@@ -173,7 +155,6 @@ PROGRAM_WIDTH = 80
 WHOLE: Any = {"break_long_words": False, "break_on_hyphens": False}
 PROMPT = "Once upon a time"
 RANKS = 2  # of the examples
-MS = 1e3
 # Of what training changed: what is measured, and when.
 METRICS = {PERPLEXITY: PERPLEXITY, DIVERGENCE: "divergence from the original, nats per token"}
 COLUMNS = {
@@ -184,16 +165,12 @@ COLUMNS = {
     "original": "unedited",
 }
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken")
-Table = tuple[list[str], list[list[str]]]
 
 
 def surgery(found: Surgery) -> dict[str, Any]:
     """What was done, over which program, and what is proven of it."""
     report = found.report
     program = found.program
-    dense = Program.dense(found.num_layers, found.steps_per_layer)
-    syncs = [str(each.sync_points(2)) for each in (program, dense)]
-    before = report.get("source", {}).get("parameters")
     by = f"surgeon {report.get('surgeon', '')}"
     layers = plural(found.num_layers, "layer")
     how = trained_how(found.training, found.from_scratch)
@@ -212,11 +189,6 @@ def surgery(found: Surgery) -> dict[str, Any]:
     nodes = (str(node).replace(" ", "\N{NO-BREAK SPACE}") for node in program.nodes)
     return {
         "what_it_is": one_line(what_it_is),
-        "facts": [
-            ["layers one after the other (effective depth)", f"{found.depth:g}", str(found.num_layers)],
-            ["synchronisations per pass on two tensor-parallel ranks", *syncs],
-            ["parameters", f"{found.stored.parameters:,}", f"{before:,}" if isinstance(before, int) else ""],
-        ],
         "operations": operations,
         "summaries": OPERATIONS,
         "program": textwrap.fill(" ".join(nodes), PROGRAM_WIDTH, **WHOLE).replace("\N{NO-BREAK SPACE}", " "),
@@ -226,6 +198,23 @@ def surgery(found: Surgery) -> dict[str, Any]:
         "differ": _differ(proof) if proof else "",
         "source_hash": report.get("source", {}).get("model_hash"),
     }
+
+
+def _facts(found: Surgery, name: str) -> Table:
+    unedited = "unedited"
+    if found.from_scratch:
+        unedited = "its layers in turn"
+    dense = Program.dense(found.num_layers, found.steps_per_layer)
+    before = found.report.get("source", {}).get("parameters")
+    rows = [
+        ["layers one after the other (effective depth)", f"{found.depth:g}", str(found.num_layers)],
+        [
+            "synchronisations per pass on two tensor-parallel ranks",
+            *(str(each.sync_points(2)) for each in (found.program, dense)),
+        ],
+        ["parameters", f"{found.stored.parameters:,}", f"{before:,}" if isinstance(before, int) else ""],
+    ]
+    return Table("", ["", name, unedited], rows)
 
 
 def _legend(program: Program) -> str:
@@ -305,11 +294,14 @@ def training_stages(training: dict[str, Any] | None, name: str) -> dict[str, Any
     if isinstance(its_hash, str):
         of += f" (SHA-256 `{its_hash}`)"
     tokens = next(iter(found.values()))["tokens"]
-    return {"stages": (head, [row for row in rows if any(row[1:])]), "held_out": {"tokens": tokens, "of": of}}
+    stages = Table("", head, [row for row in rows if any(row[1:])])
+    return {"stages": stages, "held_out": {"tokens": tokens, "of": of}}
 
 
-def quality(scores: tuple[CardScore, ...], name: str) -> Table:
+def _quality(scores: Sequence[CardScore], name: str) -> Table | None:
     """One row for each number, the unedited model's beside it where it was measured in the same way."""
+    if not scores:
+        return None
     found = {(one.key, one.metric, one.edited): one for one in scores}
     columns = 2
     if any(not one.edited for one in scores):
@@ -319,30 +311,7 @@ def quality(scores: tuple[CardScore, ...], name: str) -> Table:
         pair = [found.get((key, metric, edited)) for edited in (True, False)]
         on = next(one.on for one in pair if one is not None)
         rows.append([f"{metric} ({on})", *("" if one is None else one.shown for one in pair)][:columns])
-    return ["", name, "unedited"][:columns], rows
-
-
-def speed(bench: Bench, name: str) -> Table:
-    """Table a bench: a row for each program and batch."""
-    head = ["program", "batch", "first token, ms", "per token, ms", "tokens/s", f"{name} is faster by"]
-    columns = -1
-    if len({one.program for one in bench.speeds}) > 1:
-        columns = len(head)
-    rows = []
-    for one in bench.speeds:
-        own = next((s for s in bench.speeds if s.edited and s.batch == one.batch), None)
-        program = one.program
-        if one is own:
-            program = f"**{name}**"
-        per_token = ""
-        if not math.isnan(one.per_token):
-            per_token = f"{one.per_token * MS:.3g}"
-        times = ""
-        if not (own is None or one is own):
-            times = f"{own.times(one):.2f} times"
-        first_token = f"{one.first_token * MS:.3g}"
-        rows.append([program, str(one.batch), first_token, per_token, f"{median(one.rates):.3g}", times][:columns])
-    return head[:columns], rows
+    return Table("", ["", name, "unedited"][:columns], rows)
 
 
 def usage(found: Surgery, folder: Path, name: str) -> dict[str, Any]:
@@ -383,7 +352,6 @@ def _divides(found: Surgery) -> bool:
 
 def belongings(found: Surgery, folder: Path, inherited: Inherited) -> dict[str, Any]:
     """What lay beside the base model's weights, and its licence."""
-    code, left = companions_in(found.report)
     metadata = inherited.metadata
     licence = metadata.get("license")
     if licence is not None:
@@ -392,8 +360,7 @@ def belongings(found: Surgery, folder: Path, inherited: Inherited) -> dict[str, 
         if called or target:
             licence += f" ({_link(called or 'its text', target) if target else called})"
     return {
-        "own_code": list(map(_quoted, code)),
-        "behind": left_behind(left, _quoted),
+        "behind": left_behind(left_by(found.report), _quoted),
         "base": _base(found.original),
         "licence": licence,
         "terms": [_quoted(name) for name in sorted(names_in(folder)) if kind_of(name) is FileKind.TERMS],
@@ -421,9 +388,3 @@ def one_line(text: str) -> str:
 def _link(text: str, target: str) -> str:
     text = one_line(text).replace("[", "(").replace("]", ")")
     return f"[{text}](<{target.replace('<', '%3C').replace('>', '%3E')}>)"
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """A table: its first column to the left, the others, which are numbers, to the right."""
-    lines = [head, [":--", *["--:"] * (len(head) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(one_line(cell).replace('|', chr(92) + '|') for cell in line)} |" for line in lines)

@@ -10,6 +10,7 @@ from typing import ClassVar, NamedTuple
 
 import pandas as pd
 
+from surgeon.findings.blocks import Table
 from surgeon.findings.result import RunResult, TableFile
 from surgeon.memory import show_size
 from surgeon.words import aligned, hanging
@@ -229,8 +230,7 @@ class FamilyTable(RunResult):
 
     def markdown(self) -> str:
         """A page: the table, and for each family what it is and why something does not work."""
-        lines = [HEAD, ["---"] * len(HEAD), *(row.cells() for row in self.rows)]
-        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        table = Table("", HEAD, [row.cells() for row in self.rows], left=frozenset(range(len(HEAD)))).markdown
         around = [f"- **{name}**: {said}" for name, said in self.record["wrappers"].items()]
         families = []
         for row in self.rows:

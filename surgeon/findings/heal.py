@@ -8,48 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import pandas as pd
-
 from surgeon.findings.blocks import Block, Code, Finding, Paragraph, Table
 from surgeon.findings.drawing import Picture
 from surgeon.findings.training import TrainingRun, duration, held_out_charts, settings_table, trained_on
-from surgeon.quality.summary import UNKNOWN, Quality
+from surgeon.quality.summary import Quality
 from surgeon.words import NO_VALUE, interval, listed, number, plural
 
 _HEAD = ["perplexity", "95% interval", "regained", "divergence", "95% interval", "regained"]
-_UNTOLD = "?"  # behind a share of a loss that intervals do not tell from none
-_EARLIER = 0.98  # of the last divergence: a lower one before the end is worth a word
 _AS_GOOD = 0.995  # a share that is 100% when it is rounded
 _NOTE = (
     "Regained, of what the edit lost: in log-perplexity (edited \N{MINUS SIGN} healed) / (edited \N{MINUS SIGN} "
-    "original), in divergence from the original 1 \N{MINUS SIGN} healed / edited, with the range that the two "
-    "intervals leave open."
+    "original), in divergence from the original 1 \N{MINUS SIGN} healed / edited."
 )
-_UNTOLD_NOTE = (
-    f" With {_UNTOLD}: the intervals leave open that nothing was lost (each model's is of its own, and differences "
-    "over the same text are known better than they say)."
-)
-
-
-@dataclass(frozen=True)
-class Regained:
-    """How much of what the edit lost is back.
-
-    Attributes:
-        share: 0 as edited, 1 as good as the original; below 0 training has made it worse. NaN where nothing was lost.
-        low, high: the least and the most that it can be with both numbers inside their intervals, which is a wider
-            range than a 95% interval of the share; NaN where that is not known.
-        certain: the loss itself lies outside what the intervals leave open. Where it does not, a share of it says
-            little.
-    """
-
-    share: float
-    low: float
-    high: float
-    certain: bool
-
-
-NOTHING = Regained(math.nan, math.nan, math.nan, certain=False)
 
 
 @dataclass(frozen=True)
@@ -74,39 +44,25 @@ class Healing:
         return cls(**found)
 
     @property
-    def of_perplexity(self) -> Regained | None:
-        """Of log-perplexity, (edited - healed) / (edited - original); None where the original is not known.
-
-        The intervals are of each model by itself over the same windows, and so much wider than that of a difference;
-        no range of the share follows from them.
-        """
+    def of_perplexity(self) -> float | None:
+        """The share of the lost log-perplexity that is regained; NaN where none was, None without the original."""
         if self.original is None:
             return None
-        edited = _log(self.edited.perplexity)
-        lost = edited - _log(self.original.perplexity)
+        edited, healed, original = (_log(one.perplexity) for one in (self.edited, self.healed, self.original))
+        lost = edited - original
         if not (math.isfinite(lost) and lost > 0):
-            return NOTHING
-        share = (edited - _log(self.healed.perplexity)) / lost
-        low, high = self.edited.ends("perplexity")
-        known = math.isfinite(low) and math.isfinite(high)
-        least, most = self.original.ends("perplexity")
-        return Regained(share, *UNKNOWN, certain=known and not (low <= most and least <= high))
+            return math.nan
+        return (edited - healed) / lost
 
     @property
-    def of_divergence(self) -> Regained | None:
-        """Of divergence, (edited - healed) / edited: that of the original from itself is 0."""
-        edited = self.edited
-        healed = self.healed
-        if math.isnan(edited.divergence):
+    def of_divergence(self) -> float | None:
+        """The same of divergence; None where it is not known."""
+        lost = self.edited.divergence
+        if math.isnan(lost):
             return None
-        if not (math.isfinite(edited.divergence) and edited.divergence > 0):
-            return NOTHING
-        share = 1 - healed.divergence / edited.divergence
-        if not (math.isfinite(edited.divergence_high) and edited.divergence_low > 0):
-            return Regained(share, *UNKNOWN, certain=False)
-        low = 1 - healed.divergence_high / edited.divergence_low
-        high = 1 - healed.divergence_low / edited.divergence_high
-        return Regained(share, low, high, certain=True)
+        if not (math.isfinite(lost) and lost > 0):
+            return math.nan
+        return 1 - self.healed.divergence / lost
 
 
 def _log(value: float) -> float:
@@ -217,18 +173,18 @@ class HealRun(TrainingRun):
             text += f", the original's being {number(healing.original.perplexity)}"
         if healing.of_divergence:
             text += f", and its divergence from {number(edited.divergence)} to {number(healed.divergence)}"
-        text += f": {_verdict(healing)}.{_went_too_far(self.held_out)}"
+        text += f": {_verdict(healing)}."
         back = healing.of_divergence
         figure = ""
-        if back and math.isfinite(back.share) and back.certain:
-            figure = _percent(back.share)
+        if back and math.isfinite(back):
+            figure = _percent(back)
         yield Finding("Trained", text, figure, "of the edit's divergence regained by healing" if figure else "")
 
 
 def _note(shares: Sequence[str]) -> str:
     if not any(shares):
         return "The original is not known, and so not what was lost."
-    return _NOTE + (_UNTOLD_NOTE if any(_UNTOLD in share for share in shares) else "")
+    return _NOTE
 
 
 def _cells(state: Quality, regained: str = "", of_divergence: str = "", divergence: bool = True) -> list[str]:
@@ -238,18 +194,14 @@ def _cells(state: Quality, regained: str = "", of_divergence: str = "", divergen
     return cells
 
 
-def _share(regained: Regained | None) -> str:
-    """A share in words: 62% (55% to 70%), with a mark where the loss itself may be none."""
+def _share(regained: float | None) -> str:
     if regained is None:
         return ""
-    if math.isnan(regained.share):
+    if math.isnan(regained):
         return "nothing lost"
-    if math.isinf(regained.share):
+    if math.isinf(regained):
         return NO_VALUE
-    text = _percent(regained.share) + ("" if regained.certain else f" {_UNTOLD}")
-    if math.isnan(regained.low):
-        return text
-    return f"{text} ({_percent(regained.low)} to {_percent(regained.high)})"
+    return _percent(regained)
 
 
 def _percent(share: float) -> str:
@@ -263,32 +215,15 @@ def _verdict(healing: Healing) -> str:
     shares = {"log-perplexity": healing.of_perplexity, "divergence": healing.of_divergence}
     if all(one is None for one in shares.values()):
         return "what was lost is not known without the original"
-    known = {name: one for name, one in shares.items() if one and math.isfinite(one.share)}
+    known = {name: one for name, one in shares.items() if one is not None and math.isfinite(one)}
     if not known:
         return "nothing was lost of which a share could be told"
     parts = []
     for name, one in known.items():
-        if one.share < 0:
+        if one < 0:
             parts.append(f"training has made its {name} worse")
-        elif one.share >= _AS_GOOD:
+        elif one >= _AS_GOOD:
             parts.append(f"all of what was lost in {name} is back")
         else:
-            parts.append(f"{_percent(one.share)} of what was lost in {name} is back")
-    unsure = [name for name, one in known.items() if not one.certain]
-    caution = ""
-    if unsure:
-        caution = f"; whether anything was lost in {listed(unsure)} the intervals leave open"
-    return listed(parts) + caution
-
-
-def _went_too_far(table: pd.DataFrame) -> str:
-    if table["divergence"].isna().any():
-        return ""
-    best = table.iloc[int(table["divergence"].argmin())]
-    last = table.iloc[-1]
-    if not (best["step"] < last["step"] and best["divergence"] < _EARLIER * last["divergence"]):
-        return ""
-    return (
-        f" Held-out divergence was least at step {best['step']:g}, {number(best['divergence'])}, and "
-        f"{number(last['divergence'])} at the end: fewer steps or a lower learning rate may heal better."
-    )
+            parts.append(f"{_percent(one)} of what was lost in {name} is back")
+    return listed(parts)

@@ -1,4 +1,4 @@
-"""Measurements for a model card: what `surgeon eval`, `surgeon bench` and `surgeon search` have written.
+"""Measurements for a model card: what `surgeon eval` and `surgeon search` have written.
 
 A measurement is taken only if it is of the checkpoint that the card is for: of itself under its own program, or of its
 source under the program that was exported, which computes the same. Those of the source under its unedited program
@@ -7,25 +7,22 @@ stand beside it, to compare.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from textwrap import shorten
 from typing import Any
 
 from surgeon.findings.result import SHORT_HASH, read_record
 from surgeon.findings.tasks import PROVENANCE_KEY, scores
 from surgeon.language.program import Program
-from surgeon.named import is_path, on_disk, public
+from surgeon.named import public
 from surgeon.quality.summary import Quality
 
 TEXT_FILE = "text.json"
-BENCH_FILE = "bench.json"
 SEARCH_FILE = "search.json"
 TASK_FILES = "results_*.json"
-PATTERNS = (TEXT_FILE, TASK_FILES, BENCH_FILE, SEARCH_FILE)
+PATTERNS = (TEXT_FILE, TASK_FILES, SEARCH_FILE)
 PERPLEXITY = "perplexity"
 DIVERGENCE = "divergence"
 _LONGEST_PROGRAM = 80  # characters of it in an error
@@ -95,66 +92,16 @@ class CardScore:
         edited: of the checkpoint, not of its source as it was.
         on: what it was measured on, for people; `key` tells one such text or task from another.
         shown: the value with its uncertainty, for people.
-        task: lm-eval's, None for numbers on a text.
-        dataset: its name, if it has one on the hub.
     """
 
     edited: bool
     metric: str
     on: str
     key: str
-    value: float
     shown: str
-    task: str | None = None
-    dataset: str | None = None
-    shots: int | None = None
 
 
-@dataclass(frozen=True)
-class Speed:
-    """One program's times; medians over the rounds, NaN where there are none.
-
-    Attributes:
-        program: its name in the measurement.
-        edited: whether it is the checkpoint's.
-        rates: tokens per second of each round.
-    """
-
-    program: str
-    edited: bool
-    batch: int
-    first_token: float
-    per_token: float
-    rates: tuple[float, ...]
-
-    def times(self, other: Speed) -> float:
-        """How many times the tokens per second of another, measured in turns with it."""
-        return median(own / base for own, base in zip(self.rates, other.rates, strict=True))
-
-
-@dataclass(frozen=True)
-class Bench:
-    """Times of several programs, the checkpoint's among them.
-
-    Attributes:
-        place: under which conditions.
-        compression: what sending reductions as integers costs in quality, where that was done.
-    """
-
-    place: str
-    speeds: tuple[Speed, ...]
-    compression: str | None = None
-
-
-@dataclass(frozen=True)
-class Measured:
-    """All that a card shows of measurements."""
-
-    scores: tuple[CardScore, ...] = ()
-    benches: tuple[Bench, ...] = ()
-
-
-def read_measured(paths: Sequence[Path], identity: Identity) -> Measured:
+def read_measured(paths: Sequence[Path], identity: Identity) -> tuple[CardScore, ...]:
     """Read result files, or all of them that lie in folders.
 
     Raises:
@@ -162,23 +109,19 @@ def read_measured(paths: Sequence[Path], identity: Identity) -> Measured:
         ValueError: if one holds no results, is damaged, or was measured on something else.
     """
     scores: list[CardScore] = []
-    benches: list[Bench] = []
     for file in (file for path in paths for file in _files(path)):
         record = read_record(file)
         kind, read = _reader(file, record)
         try:
-            found = list(read(file, record, identity))
+            scores += read(file, record, identity)
         except MeasuredElsewhere:
             raise
         except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
             raise ValueError(
                 f"{file} is not what surgeon {kind} writes ({type(error).__name__}: {error}); make it again"
             ) from error
-        scores += [one for one in found if isinstance(one, CardScore)]
-        benches += [one for one in found if isinstance(one, Bench)]
     # Of what was measured twice the later one counts.
-    unique = {(one.edited, one.metric, one.key): one for one in scores}
-    return Measured(tuple(unique.values()), tuple(benches))
+    return tuple({(one.edited, one.metric, one.key): one for one in scores}.values())
 
 
 def _files(path: Path) -> list[Path]:
@@ -188,23 +131,19 @@ def _files(path: Path) -> list[Path]:
         return [path]
     found = [file for pattern in PATTERNS for file in sorted(path.glob(pattern))]
     if not found:
-        raise ValueError(
-            f"{path} holds no results of surgeon eval, bench or search; looked for {', '.join(PATTERNS)} in it"
-        )
+        raise ValueError(f"{path} holds no results of surgeon eval or search; looked for {', '.join(PATTERNS)} in it")
     return found
 
 
-def _reader(file: Path, record: dict[str, Any]) -> tuple[str, Callable[..., Iterator[CardScore | Bench]]]:
+def _reader(file: Path, record: dict[str, Any]) -> tuple[str, Callable[..., Iterator[CardScore]]]:
     results = record.get("results")
     if isinstance(results, dict) and isinstance(record.get(PROVENANCE_KEY), dict):
         return "eval --tasks", _tasks
-    if isinstance(results, list):
-        return "bench", _bench
     if isinstance(record.get("best"), dict):
         return "search", _search
     if PERPLEXITY in record:
         return "eval --data", _text
-    raise ValueError(f"{file} holds no results of surgeon eval, bench or search")
+    raise ValueError(f"{file} holds no results of surgeon eval or search")
 
 
 def _text(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[CardScore]:
@@ -248,7 +187,7 @@ def _on_text(
     for name, metric in metrics.items():
         if quality.knows(name):
             shown = quality.words(name, 4, 3)
-            yield CardScore(edited, metric, on, key, getattr(quality, name), shown, dataset=_dataset(source))
+            yield CardScore(edited, metric, on, key, shown)
 
 
 def _tasks(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[CardScore]:
@@ -259,70 +198,8 @@ def _tasks(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[C
         if one.shots is not None:
             shots = f"{one.shots}-shot, "
         shown = f"{one.value:.4g}" + ("" if one.stderr is None else f" ± {one.stderr:.2g}")
-        task = public(one.task)
-        on = f"{task}, {shots}{one.rows:,} rows"
-        path = record.get("configs", {}).get(one.task, {}).get("dataset_path")
-        dataset = None
-        if path is not None:
-            dataset = _dataset(str(path))
-        yield CardScore(edited, one.name, on, on, one.value, shown, task, dataset, one.shots)
-
-
-def _bench(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[Bench]:
-    """The hash in a bench's record is that of its first program's checkpoint; others have their names alone."""
-    results = record["results"]
-    own = [_is_own(file, record, one, identity) for one in results]
-    if not any(own):
-        identity.is_edited(file, record["model_hash"], Program.parse(results[0]["text"]))  # says what it is of
-        raise MeasuredElsewhere(f"{file} has times of other programs only, and none of {identity.name}'s")
-    first = results[0]
-    if len({len(one["rounds"]) for one in results}) > 1:
-        raise ValueError("its programs were not measured in the same rounds")
-    lengths = f"prompts of {first['prompt']} tokens, {first['new']} new tokens"
-    rounds = "1 round"
-    if record["rounds"] != 1:
-        rounds = f"{record['rounds']} rounds"
-    place = f"{record['place']}, {first['dtype']}, {lengths}, medians of {rounds}"
-    names = {one["program"] for one, is_own in zip(results, own, strict=True) if is_own}
-    if isinstance(record.get("compression"), list):
-        raise ValueError("what compressed reductions change is a column of a bench now")
-    differ = [record["divergence"][name] for name in names if name in record.get("divergence", {})]
-    cost = None
-    if differ:
-        cost = (
-            f"Reductions are sent as {record['compression']} here, which makes predictions differ by "
-            f"{float(differ[0]):.2g} nats per token (on {int(record['predicted']):,} tokens)."
-        )
-    speeds = tuple(_speed(one, is_own) for one, is_own in zip(results, own, strict=True))
-    yield Bench(place, speeds, cost)
-
-
-def _is_own(file: Path, record: dict[str, Any], one: dict[str, Any], identity: Identity) -> bool:
-    if one["checkpoint"] != record["results"][0]["checkpoint"] or not one["connected"]:
-        return False
-    try:
-        return identity.is_edited(file, record["model_hash"], Program.parse(one["text"]))
-    except MeasuredElsewhere:
-        return False
-
-
-def _speed(one: dict[str, Any], edited: bool) -> Speed:
-    rounds = one["rounds"]
-    if not all(each["rate"] > 0 for each in rounds):
-        raise ValueError(f"{one['program']} has a rate that is none")
-    first, per_token = (
-        [each[name] for each in rounds if each[name] is not None] for name in ("first_token", "per_token")
-    )
-    rates = tuple(float(each["rate"]) for each in rounds)
-    return Speed(str(one["program"]), edited, int(one["batch"]), median(first), median(per_token or [math.nan]), rates)
-
-
-def _dataset(source: str) -> str | None:
-    """The data's name, unless they are the demo's or come from a file."""
-    name = source.partition(":")[0]
-    if name == "demo" or is_path(source) or Path(name).suffix or on_disk(name) is not None:
-        return None
-    return source
+        on = f"{public(one.task)}, {shots}{one.rows:,} rows"
+        yield CardScore(edited, one.name, on, on, shown)
 
 
 def _short(model_hash: str) -> str:

@@ -35,7 +35,7 @@ from surgeon.findings.prediction import Predictions
 from surgeon.findings.result import SHORT_HASH, RunResult, named, read_record
 from surgeon.findings.scan import Scan
 from surgeon.findings.scratch import ScratchRun
-from surgeon.findings.search import SearchRun
+from surgeon.findings.search import SearchResult
 from surgeon.findings.sensitivity import Sensitivity
 from surgeon.findings.similarity import Similarity
 from surgeon.findings.spectrum import Spectrum
@@ -189,7 +189,7 @@ KINDS: tuple[type[RunResult], ...] = (
     Similarity,
     Sensitivity,
     Spectrum,
-    SearchRun,
+    SearchResult,
     HealRun,
     ScratchRun,
     ExportRun,

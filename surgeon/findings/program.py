@@ -1,7 +1,7 @@
 """A program as a picture: the residual stream from left to right, with the steps that read it and add to it.
 
-Layers that are as they were are drawn pale, long stretches of them as one box, so that what was changed stands out.
-Stretches of layers that have the same ranks are one box, too; else a sublayer's ranks stand below its name.
+Stretches of layers that are as they were, or have the same ranks, are one box, so that changes stand out; else
+a sublayer's ranks stand below its name.
 A step's boxes stand between the place where it reads the stream and the plus where their sum is added. A late step
 reads in front of the plus of the step before, and is drawn on the stream's other side: the two run at the same time.
 """
@@ -27,7 +27,6 @@ from surgeon.language.sublayer import ATTENTION, UNITS, Sublayer
 
 _ATTENTION = "#3b75af"
 _FEED_FORWARD = "#e8842c"
-_PALE = {_ATTENTION: "#dbe6f1", _FEED_FORWARD: "#fbe7d5"}
 _STREAM = "#333333"
 _LATE = "#7b3fa0"
 _LEFT_OUT = "#c0392b"
@@ -39,13 +38,10 @@ _STEP = 1.0
 _LATE_STEP = 0.72
 _STRETCH = 1.7
 _GAP = 0.75
-_BOX_HEIGHT = 0.34
 _BOX_GAP = 0.08
 _ABOVE = 0.28
-_STRETCH_HEIGHT = 0.62
-# Of a line that says ranks.
-_RANK_HEIGHT = 0.115
-_RANK_FONT = 6.2
+_LINE = 0.15  # of a box's text
+_FONT = 8.0
 _INCHES = 0.95  # per unit
 
 
@@ -104,8 +100,6 @@ def _rows(items: Sequence[Item]) -> list[list[Item]]:
 
 
 def _width(item: Item) -> float:
-    if isinstance(item, Same):
-        return _STEP
     if isinstance(item, Step):
         if item.late:
             return _LATE_STEP
@@ -119,27 +113,25 @@ def _width(item: Item) -> float:
 
 def _stack(item: Item) -> float:
     """How far a step's boxes reach from the stream."""
-    if isinstance(item, Same):
-        return _stack(item.step)
     if isinstance(item, Step):
         return _ABOVE + sum(_box_height(sublayer) + _BOX_GAP for sublayer in item.sublayers)
     if isinstance(item, Fork):
         return sum(_both_sides(branch) for branch in item.branches) + 0.1
-    return _ABOVE + _BOX_HEIGHT + _BOX_GAP
+    return _ABOVE + _BOX_GAP
 
 
-def _box_height(sublayer: Sublayer) -> float:
-    return _BOX_HEIGHT + len(sublayer.sizes) * _RANK_HEIGHT
-
-
-def _stretch_height(item: LayersInOrder) -> float:
-    return _STRETCH_HEIGHT + len(_size_lines(item)) * _RANK_HEIGHT
-
-
-def _size_lines(item: LayersInOrder) -> list[str]:
+def _lines(item: Sublayer | LayersInOrder) -> list[str]:
+    """What stands in a box."""
+    if isinstance(item, Sublayer):
+        return [str(replace(item, ranks=(), width=None)), *(f"{what} {size}" for what, size in item.sizes)]
+    sizes = []
     if item.sizes:
-        return sizes_text(dict(item.sizes)).split("; ")
-    return []
+        sizes = sizes_text(dict(item.sizes)).split("; ")
+    return [item.text, item.how, *sizes]
+
+
+def _box_height(item: Sublayer | LayersInOrder) -> float:
+    return 0.19 + _LINE * len(_lines(item))
 
 
 def _both_sides(row: Sequence[Item]) -> float:
@@ -149,7 +141,7 @@ def _both_sides(row: Sequence[Item]) -> float:
 def _height(row: Sequence[Item], wanted: int) -> float:
     """How far a row reaches above the stream (1) or below it (-1)."""
     reached = [_stack(item) for item, side in zip(row, _sides(row), strict=True) if side == wanted]
-    reached += [_stretch_height(item) / 2 for item in row if isinstance(item, LayersInOrder)]
+    reached += [_box_height(item) / 2 for item in row if isinstance(item, LayersInOrder)]
     return max(reached, default=0.1) + 0.1
 
 
@@ -170,11 +162,10 @@ def _draw_nodes(axes: Axes, nodes: Sequence[Item], x: float, y: float) -> float:
     plus = x  # of the item before
     for item, side in zip(nodes, _sides(nodes), strict=True):
         end = x + _width(item)
-        if isinstance(item, Step | Same):
-            step, pale = (item.step, True) if isinstance(item, Same) else (item, False)
-            read = plus - 0.13 if step.late else x + 0.1
+        if isinstance(item, Step):
+            read = plus - 0.13 if item.late else x + 0.1
             plus = end - 0.1
-            _draw_step(axes, step, (read, plus), y, side, pale)
+            _draw_step(axes, item, (read, plus), y, side)
         elif isinstance(item, Fork):
             plus = end - 0.1
             _draw_fork(axes, item, (x + 0.1, plus), y)
@@ -182,9 +173,7 @@ def _draw_nodes(axes: Axes, nodes: Sequence[Item], x: float, y: float) -> float:
             fill = _UNCHANGED
             if item.sizes:
                 fill = _LOW_RANK
-            below = _size_lines(item)
-            span = (x + 0.12, end - 0.12)
-            _box(axes, span, y, _stretch_height(item), fill, f"{item.text}\n{item.how}", "#444444", below)
+            _box(axes, (x + 0.12, end - 0.12), y, item, fill, "#444444")
         else:
             axes.plot(
                 [(x + end) / 2] * 2, [y - 0.12, y + 0.32], color=_LEFT_OUT, linestyle=(0, (2, 1.5)), linewidth=1.2
@@ -194,7 +183,7 @@ def _draw_nodes(axes: Axes, nodes: Sequence[Item], x: float, y: float) -> float:
     return x
 
 
-def _draw_step(axes: Axes, step: Step, span: tuple[float, float], y: float, side: int, pale: bool) -> None:
+def _draw_step(axes: Axes, step: Step, span: tuple[float, float], y: float, side: int) -> None:
     read, plus = span
     color = _STREAM
     if step.late:
@@ -208,13 +197,10 @@ def _draw_step(axes: Axes, step: Step, span: tuple[float, float], y: float, side
     left, right = (read + 0.1, plus - 0.1) if not step.late else (max(read + 0.1, plus - 0.68), plus - 0.1)
     for sublayer, center in zip(outwards, centers, strict=True):
         axes.plot([read, plus], [center, center], color=color, linewidth=1.1, zorder=1)
-        strong = _FEED_FORWARD
+        fill = _FEED_FORWARD
         if sublayer.kind == ATTENTION:
-            strong = _ATTENTION
-        fill, text = (_PALE[strong], "#333333") if pale else (strong, "white")
-        name = str(replace(sublayer, ranks=(), width=None))
-        sizes = [f"{what} {size}" for what, size in sublayer.sizes]
-        _box(axes, (left, right), center, _box_height(sublayer), fill, name, text, sizes)
+            fill = _ATTENTION
+        _box(axes, (left, right), center, sublayer, fill, "white")
     _plus(axes, plus, y)
 
 
@@ -231,35 +217,16 @@ def _draw_fork(axes: Axes, fork: Fork, span: tuple[float, float], y: float) -> N
 
 
 def _box(
-    axes: Axes,
-    span: tuple[float, float],
-    y: float,
-    height: float,
-    fill: str,
-    text: str,
-    color: str,
-    below: Sequence[str] = (),
+    axes: Axes, span: tuple[float, float], y: float, item: Sublayer | LayersInOrder, fill: str, color: str
 ) -> None:
     left, right = span
-    shape = FancyBboxPatch(
-        (left, y - height / 2),
-        right - left,
-        height,
-        boxstyle="round,pad=0,rounding_size=0.06",
-        facecolor=fill,
-        edgecolor="none",
-        zorder=2,
-    )
-    axes.add_patch(shape)
-    size = 8.0
-    if not (len(text) <= 5 or "\n" in text):
-        size = max(4.0, 46 / len(text))
-    small = len(below) * _RANK_HEIGHT
-    place: dict[str, Any] = {"x": (left + right) / 2, "ha": "center", "va": "center", "color": color, "zorder": 3}
-    axes.text(y=y + small / 2, s=text, fontsize=size, **place)
-    for number, line in enumerate(below):
-        bottom = y - height / 2 + 0.07 + (len(below) - number - 0.5) * _RANK_HEIGHT
-        axes.text(y=bottom, s=line, fontsize=_RANK_FONT, **place)
+    height = _box_height(item)
+    look: dict[str, Any] = {"boxstyle": "round,pad=0,rounding_size=0.06", "edgecolor": "none", "zorder": 2}
+    axes.add_patch(FancyBboxPatch((left, y - height / 2), right - left, height, facecolor=fill, **look))
+    lines = _lines(item)
+    size = min(_FONT, 58 * (right - left) / max(map(len, lines)))
+    place: dict[str, Any] = {"ha": "center", "va": "center", "color": color, "zorder": 3}
+    axes.text((left + right) / 2, y, "\n".join(lines), fontsize=size, linespacing=1.15, **place)
 
 
 def _plus(axes: Axes, x: float, y: float) -> None:
@@ -272,16 +239,11 @@ def _legend(axes: Axes, rows: Sequence[Sequence[Item]], y: float) -> None:
     handles: list[Patch | Line2D] = [
         Patch(facecolor=_ATTENTION, label="attention"),
         Patch(facecolor=_FEED_FORWARD, label="feed-forward"),
-        Patch(facecolor=_PALE[_ATTENTION], label="pale: as it was"),
     ]
     items = [item for row in rows for item in row]
     nodes = tuple(item for item in items if isinstance(item, Step | Fork))
-    less = {name for item in items if isinstance(item, LayersInOrder) for name, _ in item.sizes}
-    if less:
-        label = "two factors in place of matrices, of these ranks"
-        if not less.isdisjoint(UNITS.values()):
-            label = "fewer heads or neurons" + ("" if less <= {*UNITS.values()} else ", and factors of these ranks")
-        handles.append(Patch(facecolor=_LOW_RANK, label=label))
+    if any(isinstance(item, LayersInOrder) and item.sizes for item in items):
+        handles.append(Patch(facecolor=_LOW_RANK, label="fewer heads or neurons, or factors of these ranks"))
     if any(step.late for step in steps_of(nodes)):
         handles.append(Line2D([], [], color=_LATE, label="late: beside the step before"))
     if any(isinstance(item, LeftOut) for item in items):
@@ -328,13 +290,6 @@ class LayersInOrder:
 
 
 @dataclass(frozen=True)
-class Same:
-    """A step that is as it was, and where it was."""
-
-    step: Step
-
-
-@dataclass(frozen=True)
 class LeftOut:
     """Sublayers of the unedited model that are in the program no more, where they would be."""
 
@@ -353,7 +308,7 @@ class LeftOut:
         return f"{what}{layers[0]}-{layers[-1]}"
 
 
-Item = Step | Fork | Same | LayersInOrder | LeftOut
+Item = Step | Fork | LayersInOrder | LeftOut
 
 
 def outline(program: Program, num_layers: int, steps_per_layer: int) -> Iterator[Item]:
@@ -361,8 +316,7 @@ def outline(program: Program, num_layers: int, steps_per_layer: int) -> Iterator
     used = {(one.kind, layer) for one in program.sublayers() for layer in one.layers}
     dense = Program.dense(num_layers, steps_per_layer).sublayers()
     missing = [sublayer for sublayer in dense if (sublayer.kind, sublayer.layers[0]) not in used]
-    whole = program.whole().nodes
-    same = _same_nodes(whole, steps_per_layer)
+    same = _same_nodes(program.whole().nodes, steps_per_layer)
     at = 0
     while at < len(program.nodes):
         node = program.nodes[at]
@@ -376,7 +330,7 @@ def outline(program: Program, num_layers: int, steps_per_layer: int) -> Iterator
             yield LayersInOrder(first, first + layers - 1, _sizes(program.nodes[at : at + steps_per_layer]))
             at += layers * steps_per_layer
         else:
-            yield Same(node) if at in same and node == whole[at] and isinstance(node, Step) else node
+            yield node
             at += 1
     if missing:
         yield LeftOut(tuple(missing))
@@ -391,7 +345,7 @@ def outline_text(program: Program, num_layers: int, steps_per_layer: int) -> str
         elif isinstance(item, LeftOut):
             words.append(f"(no {item.text})")
         else:
-            words.append(str(Program((item.step if isinstance(item, Same) else item,)).whole()))
+            words.append(str(Program((item,)).whole()))
     return " ".join(words)
 
 

@@ -1,18 +1,17 @@
-"""Training from scratch: how the loss of a model fell, and of several side by side, each perhaps with several seeds."""
+"""Training from scratch: how the loss of a model fell, and of several side by side."""
 
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
-from statistics import fmean
 from typing import Any, Self
 
 from surgeon.findings.blocks import Block, Code, Finding, Paragraph, Table
 from surgeon.findings.drawing import COLOURS, Picture
 from surgeon.findings.exported import from_scratch
-from surgeon.findings.training import TrainingRun, held_out_charts, losses_chart, settings_table, trained_on
+from surgeon.findings.training import TrainingRun, held_out_charts, settings_table, trained_on
 from surgeon.quality.summary import Quality
 from surgeon.words import interval, number, plural
 
@@ -57,39 +56,35 @@ class ScratchRun(TrainingRun):
 
     @classmethod
     def together(cls, runs: Sequence[Self]) -> list[Block]:
-        models = _by_model(runs)
         if len(runs) < 2:
             return []
         texts = {run.record.get("held_out_hash") for run in runs}
-        first = next(iter(models))
-        base = _loss(models[first])
-        head = [
-            "",
-            "program",
-            "parameters",
-            "tokens",
-            "seeds",
-            "loss",
-            "its seeds",
-            "perplexity",
-            f"loss minus {first}'s",
-        ]
-        rows = [_row(name, same, None if name == first else base) for name, same in models.items()]
-        note = "Losses on held-out text, nats per token, are means over seeds; a run's interval stands in its section."
+        first = runs[0]
+        head = ["", "program", "parameters", "tokens", "seed", "loss", "perplexity", f"loss minus {first.name}'s"]
+        rows = [run.row(first.loss) for run in runs]
+        note = "Losses on held-out text, nats per token; a run's interval stands in its section."
         if len(texts) != 1:
             note += " The runs were measured on different texts, and cannot be compared."
-        shown = list(models.items())[: len(COLOURS)]
-        several = any(len(same) > 1 for same in models.values())
-        charts = [*held_out_charts({name: same[0] for name, same in shown}, ", side by side")]
-        trained = {name: same[0].training for name, same in shown if len(same[0].training)}
-        if trained:
-            charts += [losses_chart(trained, ", side by side")]
+        charts = list(held_out_charts({run.name: run for run in runs[: len(COLOURS)]}, ", side by side"))
         caption = ""
-        if several:
-            caption = "Of each model the run with the first seed."
-        if len(models) > len(COLOURS):
-            caption += f" The first {len(COLOURS)} models are drawn."
-        return [Table("Side by side", head, rows, note, left=frozenset({1})), Picture(charts, caption.strip())]
+        if len(runs) > len(COLOURS):
+            caption = f"The first {len(COLOURS)} runs are drawn."
+        return [Table("Side by side", head, rows, note, left=frozenset({1})), Picture(charts, caption)]
+
+    @property
+    def loss(self) -> float:
+        """Of the trained model on held-out text, nats per token."""
+        return math.log(float(self.record["trained"]["perplexity"]))
+
+    def row(self, base: float) -> list[str]:
+        """The run in a table of several, of which the first has the loss `base`."""
+        record = self.record
+        program = textwrap.shorten(str(record["program"]), _LONGEST_PROGRAM, placeholder="…")
+        sizes = [f"{int(record['parameters']):,}", f"{int(record['tokens']):,}", str(record["settings"]["seed"])]
+        apart = ""
+        if self.loss != base:
+            apart = f"{self.loss - base:+.3f}"
+        return [self.name, program, *sizes, number(self.loss), number(math.exp(self.loss)), apart]
 
     def summary(self) -> Iterator[Finding]:
         record = self.record
@@ -120,43 +115,3 @@ def _racks(record: dict[str, Any] | None) -> Iterator[Table]:
 def _cells(stored: dict[str, Any]) -> list[str]:
     quality = Quality.from_json(stored)
     return [number(math.log(quality.perplexity)), number(quality.perplexity), interval(*quality.ends("perplexity"))]
-
-
-def _by_model(runs: Sequence[ScratchRun]) -> dict[str, list[ScratchRun]]:
-    """Runs that differ in their seed alone together, by a name for each."""
-    groups: dict[tuple[str, ...], list[ScratchRun]] = {}
-    for run in runs:
-        settings = {**run.record["settings"], "seed": None}
-        known = (run.record["program"], run.record.get("identity", {}).get("model"), settings, run.record["data_hash"])
-        groups.setdefault(tuple(map(str, known)), []).append(run)
-    named: dict[str, list[ScratchRun]] = {}
-    for same in groups.values():
-        same.sort(key=lambda run: int(run.record["settings"]["seed"]))
-        common = ""
-        if len(same) > 1:
-            alike = takewhile(lambda letters: len(set(letters)) == 1, zip(*(run.name for run in same), strict=False))
-            common = "".join(letters[0] for letters in alike).rstrip("-_. ")
-        named[common if common and common not in named else same[0].name] = same
-    return named
-
-
-def _loss(same: Sequence[ScratchRun]) -> float:
-    return fmean(math.log(float(run.record["trained"]["perplexity"])) for run in same)
-
-
-def _row(name: str, same: Sequence[ScratchRun], base: float | None) -> list[str]:
-    record = same[0].record
-    loss = _loss(same)
-    program = str(record["program"])
-    cut = program
-    if not (len(program) <= _LONGEST_PROGRAM):
-        cut = f"{program[: _LONGEST_PROGRAM - 1]}…"
-    losses = [_loss([run]) for run in same]
-    spread = ""
-    if len(same) > 1:
-        spread = f"{number(min(losses))} to {number(max(losses))}"
-    apart = ""
-    if base is not None:
-        apart = f"{'+' if loss > base else ''}{number(loss - base, 3)}"
-    sizes = [f"{int(record['parameters']):,}", f"{int(record['tokens']):,}", str(len(same))]
-    return [name, cut, *sizes, number(loss), spread, number(math.exp(loss)), apart]

@@ -1,4 +1,4 @@
-"""Search: its trials, what edits do alone, its front, what the best programs share, the winner on held-out text."""
+"""Search: its trials, what edits do alone, its front, the layers that good trials change, the held-out winner."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,7 +21,7 @@ from surgeon.findings.trials import (
     BY,
     DRAFT_TIME,
     TrialTable,
-    edit_charts,
+    edit_chart,
     front_charts,
     history_chart,
     objectives_of,
@@ -45,15 +44,10 @@ from surgeon.words import (
 
 _SHOWN = 10  # rows in a table
 _EDITS_NAMED = 12
-_LATER = ("level", "edits", "whole", "within", "program")  # columns that earlier versions did not write
-_EARLIER = (
-    "This search was made by an earlier version of surgeon, whose table of trials says less; run surgeon search again, "
-    "with another output folder, to see what it found."
-)
 
 
 @dataclass(frozen=True, repr=False)
-class SearchRun(RunResult):
+class SearchResult(RunResult):
     """The result of `search`.
 
     Attributes:
@@ -63,6 +57,11 @@ class SearchRun(RunResult):
         quality: the least divergence at every cost that was looked along, of each space alone and of all together, as
             in `quality.csv`; empty unless there was one.
         recipe_text: the winner's recipe, with what was measured in comments.
+        question: that was asked: the spaces on the model, the budget, the objectives; this and the following are of a
+            search just made.
+        winner: the best trial, with what is known of it and of its runners-up on held-out text.
+        work: what all workers have run for it, in all of its commands.
+        curves: quality against each cost that was looked along: of each space alone, and of all together.
     """
 
     COMMAND = "search"
@@ -70,7 +69,12 @@ class SearchRun(RunResult):
     TITLE = "Search"
     WITHOUT = "No search: whether scattered edits do better than one stretch is not known (surgeon search)."
     TABLES: ClassVar = {
-        "trials": TableFile("trials.csv", ("trial", "depth", "perplexity", "divergence"), ("source",), missing=""),
+        "trials": TableFile(
+            "trials.csv",
+            ("trial", "depth", "perplexity", "divergence", "level"),
+            ("source", "edits", "whole", "within", "program"),
+            missing="",
+        ),
         "terms": TableFile(
             "terms.csv", ("divergence",), ("edit", "space"), ("first", "last"), optional=True, missing=""
         ),
@@ -88,32 +92,26 @@ class SearchRun(RunResult):
     front: pd.DataFrame = field(default_factory=pd.DataFrame)
     quality: pd.DataFrame = field(default_factory=pd.DataFrame)
     recipe_text: str = ""
+    question: Any = None
+    winner: Any = None
+    work: Any = None
+    curves: Sequence[Any] = ()
+
+    @property
+    def program(self) -> Program:
+        return Program.parse(self.record["best"]["program"])
 
     @property
     def recipe(self) -> Recipe:
         return parse_recipe(self.recipe_text, self.TEXTS["recipe_text"])
 
-    @property
-    def is_earlier(self) -> bool:
-        """Whether an earlier version made it, whose table of trials says less."""
-        return not set(_LATER) <= set(self.trials)
-
     @cached_property
     def trial_table(self) -> TrialTable:
-        texts = {name: self.trials[name].fillna("").astype(str) for name in ("edits", "program")}
+        trials = self.trials
         objectives = str(self.record.get("objective") or BY[0]).split(",")
         if objectives[0].partition("@")[0] == "draft":  # those of all levels compare
-            return TrialTable(self.trials.assign(**texts, level=math.nan), DRAFT_TIME)
-        return TrialTable(self.trials.assign(**texts), next((name for name in objectives if name in BY), BY[0]))
-
-    @property
-    def layers(self) -> int:
-        """Of the unedited model; where the record does not say it, as far as edits reach."""
-        reached = max((edit.stop for choice in self.trial_table.choices for edit in choice), default=1)
-        layers = max(int(self.record.get("num_layers") or 0), reached)
-        if layers > MOST_LAYERS:
-            raise ValueError(f"edits of {layers} layers are more than any model has")
-        return layers
+            return TrialTable(trials.assign(level=math.nan), DRAFT_TIME)
+        return TrialTable(trials, next((name for name in objectives if name in BY), BY[0]))
 
     def pictures(self) -> dict[str, Picture]:
         """`search`, every trial and the best so far; `quality-against-COST`; `front`; `layers`."""
@@ -129,9 +127,6 @@ class SearchRun(RunResult):
         return {str(along): rows for along, rows in self.quality.groupby("along", sort=False)}
 
     def section(self) -> Iterator[Block]:
-        if self.is_earlier:
-            yield Paragraph(_EARLIER)
-            return
         trials = self.trial_table
         held = self.record.get("held_out")
         if held and held["overturned"]:
@@ -151,12 +146,12 @@ class SearchRun(RunResult):
         else:
             yield _best_trials(trials)
         if any(trials.choices):
-            yield _layers_touched(trials, self.layers)
+            reached = max(edit.stop for choice in trials.choices for edit in choice)
+            yield _layers_touched(trials, max(int(self.record["num_layers"]), reached))
         if len(self.terms):
-            yield Picture(edit_charts(self.terms), heading="What single edits do")
-        yield from _what_goes_with_edits(trials, self.terms)
-        if self.record.get("using"):
-            yield _taken(self.record["using"])
+            of_spaces = self.terms.groupby("space", sort=False)
+            charts = [edit_chart(str(space), own, self.terms) for space, own in of_spaces]
+            yield Picture(charts, heading="What single edits do")
 
     def _winner(self) -> Iterator[Block]:
         best = self.record.get("best")
@@ -170,7 +165,7 @@ class SearchRun(RunResult):
 
     def summary(self) -> Iterator[Finding]:
         best = self.record.get("best")
-        if self.is_earlier or not best:
+        if not best:
             return
         trials = self.trial_table
         held = self.record.get("held_out")
@@ -180,7 +175,8 @@ class SearchRun(RunResult):
         if held:
             figure = _value(self._finalist(held)["unseen"], "perplexity")
             label = "perplexity of the search's winner, held-out text"
-            texts.append(_told_apart(held))
+            if held["sentences"][1:] and not held["overturned"]:
+                texts.append(f"On held-out text {'; '.join(held['sentences'][1:])}.")
         if self.record.get("work"):
             texts.append(f"Single edits and trials ran {self.record['work']['sentence']}.")
         yield Finding("Search", " ".join(filter(None, texts)), figure, label)
@@ -335,11 +331,15 @@ def _front_table(front: pd.DataFrame, trials: TrialTable) -> Table:
 
 
 def _layers_touched(trials: TrialTable, layers: int) -> Map:
-    values = trials.shares(layers)
-    every = [trials.touched(space, layers, range(len(trials))) for space in values.index]
+    if layers > MOST_LAYERS:
+        raise ValueError(f"edits of {layers} layers are more than any model has")
+    spaces = trials.spaces()
+    good = np.array([trials.touched(space, layers, trials.good) for space in spaces])
+    every = np.array([trials.touched(space, layers, range(len(trials))) for space in spaces])
+    values = pd.DataFrame(good, index=spaces)
     down = np.repeat(values.index, layers)
     across = [*range(layers)] * len(values)
-    shares = pd.DataFrame({"good": values.to_numpy().ravel(), "all": np.ravel(every)})
+    shares = pd.DataFrame({"good": good.ravel(), "all": every.ravel()})
     title = "Which layers the good trials change"
     of_each = ""
     if trials.has_levels:
@@ -353,67 +353,3 @@ def _layers_touched(trials: TrialTable, layers: int) -> Map:
     share = Normalize(0, 1)
     legend = Legend(share, "Colours: share of the good trials")
     return Map(title, values, share, ("layer", ""), cells, "shares", caption, "layers", legend, flat=WIDE)
-
-
-def _what_goes_with_edits(trials: TrialTable, terms: pd.DataFrame) -> Iterator[Block]:
-    effects = trials.effects()[:_SHOWN]
-    if not effects:
-        return
-    alone = {}
-    if not terms.empty:
-        alone = dict(zip(terms["edit"], terms["divergence"], strict=True))
-    rows = [
-        [str(one.edit), str(one.trials), number(alone.get(str(one.edit), float("nan"))), number(one.ratio, 3),
-         interval(one.low, one.high, 3)]
-        for one in effects
-    ]  # fmt: skip
-    of_level = ""
-    if trials.has_levels:
-        of_level = " of the same level"
-    note = (
-        f"The ratio is of geometric means of {trials.by}: of trials with the edit to those{of_level} without, with the "
-        "95% interval of Welch's t for each row by itself; shaded where it excludes 1. Trials are those that the "
-        "search chose to run, so that this is what goes with an edit, not what it does."
-    )
-    head = ["edit", "trials with it", "divergence alone", "with it / without", "95% interval"]
-    marked = frozenset((row, 3) for row, one in enumerate(effects) if one.excludes_one)
-    yield Table(f"Importance: what goes with single edits among {len(trials)} trials", head, rows, note, marked=marked)
-
-
-def _taken(using: Sequence[dict[str, Any]]) -> Table:
-    """What the search did not measure itself."""
-    counts = ("edits", "choices", "trials", "foreseen")
-    rows = [
-        [one["pass"], Path(one["folder"]).name, "the search's" if one["same_text"] else "another",
-         *(str(one[name]) for name in counts)]
-        for one in using
-    ]  # fmt: skip
-    note = (
-        "Single edits and trials of the passes were not measured again; choices of several edits taught the "
-        "regression; foreseen edits were measured where they looked best by the pass, and estimated elsewhere."
-    )
-    head = ["pass", "folder", "its text", "single edits", "choices", "trials", "foreseen"]
-    return Table("What was taken from passes", head, rows, note, left=frozenset({0, 1, 2}))
-
-
-def _told_apart(held: dict[str, Any]) -> str:
-    """What held-out text says of the search's winner and the runners-up; better only where an interval excludes 0."""
-    verdicts = [one["verdict"] for one in held["runners_up"]]
-    if not verdicts or held["overturned"]:
-        return ""
-    better = verdicts.count("better")
-    alike = verdicts.count("not told apart")
-    count = better or alike
-    if len(verdicts) == 1:
-        which = "the runner-up"
-    elif count == len(verdicts):
-        which = f"any of the {count} runners-up"
-    else:
-        which = f"{count} of {len(verdicts)} runners-up"
-    first = held["searched"]["trial"]
-    if not better:
-        return f"On held-out text trial {first} is not told apart from {which}."
-    rest = ""
-    if alike:
-        rest = f", and not told apart from {alike}"
-    return f"On held-out text trial {first} is better than {which}{rest}."

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from surgeon.findings.blocks import Table
 from surgeon.findings.drawing import Chart, points, rule, scale
 from surgeon.findings.result import RunResult, TableFile
-from surgeon.words import TIMES, known, number, plural
+from surgeon.words import known, number, plural
 
 _INTERVALS = tuple(f"{name}_{end}" for name in ("perplexity", "divergence") for end in ("low", "high"))
 PARTS = {"logits": "logits' part", "hidden": "hidden states' part", "text": "text's part"}  # of a distillation's loss
@@ -74,7 +74,7 @@ class TrainingRun(RunResult):
     def charts(self) -> Iterator[Chart]:
         yield from held_out_charts({self.name: self})
         if len(self.training):
-            yield from (loss_chart(self.training), rate_chart(self.training))
+            yield loss_chart(self.training)
 
 
 def loss_chart(training: pd.DataFrame) -> Chart:
@@ -104,44 +104,6 @@ def loss_chart(training: pd.DataFrame) -> Chart:
             points(axes, drawn["step"], drawn[name], _tips(drawn, name, words), place, label, marks=few)
 
     return Chart("Loss while it trained", draw, "step", "loss", name="loss-while-it-trained")
-
-
-def rate_chart(training: pd.DataFrame) -> Chart:
-    """Draw the learning rate."""
-    rates = training["learning_rate"]
-    highest = max((rate for rate in rates if math.isfinite(rate)), default=0.0)
-    power = 0
-    if highest > 0:
-        power = math.floor(math.log10(highest))
-    scaled = rates * 10.0**-power  # so that numbers on the axis are short
-
-    def draw(axes: Axes) -> None:
-        _steps_across(axes, training["step"])
-        scale(axes, "y", scaled.tolist(), zero=True)
-        tips = _tips(training, "learning_rate", "learning rate")
-        points(axes, training["step"], scaled, tips, marks=len(scaled) <= _MEANS)
-
-    y = "learning rate"
-    if power:
-        y = f"learning rate ({TIMES} 1e{power})"
-    return Chart("Learning rate", draw, "step", y, name="learning-rate")
-
-
-def losses_chart(runs: Mapping[str, pd.DataFrame], together: str) -> Chart:
-    """The training losses of several runs by their names, smoothed where there are many rows.
-
-    Args:
-        together: ends the title.
-    """
-    drawn = {name: one if len(one) <= _MEANS else _means(one, ["loss"]) for name, one in runs.items()}
-
-    def draw(axes: Axes) -> None:
-        _steps_across(axes, pd.concat([training["step"] for training in runs.values()]))
-        _value_axis(axes, pd.concat([one["loss"] for one in drawn.values()]).tolist())
-        for place, (name, training) in enumerate(drawn.items()):
-            points(axes, training["step"], training["loss"], (), place, name, marks=False)
-
-    return Chart(f"Loss while they trained{together}", draw, "step", "loss")
 
 
 def held_out_charts(runs: Mapping[str, TrainingRun], together: str = "") -> Iterator[Chart]:

@@ -1,4 +1,4 @@
-"""What a search's table of trials says: the way to the best, which layers good trials touch, what edits go with."""
+"""What a search's table of trials says: the way to the best, and which layers good trials touch."""
 
 from __future__ import annotations
 
@@ -35,28 +35,6 @@ DRAFT_TIME: Literal["draft_time"] = "draft_time"
 BY = ("divergence", "perplexity", DRAFT_TIME)  # what trials can be ranked by, the usual one first
 _BEST_PART = 0.1  # of the trials, that count as good
 _LONGEST = 72  # characters of edits in a table
-_FEWEST = 3  # trials with an edit, and without it, for a comparison of the two
-
-
-@dataclass(frozen=True)
-class EditEffect:
-    """Trials with an edit against trials of the same level without it.
-
-    Attributes:
-        trials: how many have it.
-        ratio: of their measure to the others', of geometric means; below 1 where trials with it are the lower ones.
-        low, high: its 95% interval.
-    """
-
-    edit: Edit
-    trials: int
-    ratio: float
-    low: float
-    high: float
-
-    @property
-    def excludes_one(self) -> bool:
-        return self.low > 1 or self.high < 1
 
 
 @dataclass(frozen=True)
@@ -203,39 +181,6 @@ class TrialTable:
             found[[*{layer for edit in self.choices[row] if edit.space == space for layer in edit.layers}]] += 1
         return found / max(1, len(rows))
 
-    def shares(self, layers: int) -> pd.DataFrame:
-        """(spaces, layers): which share of the good trials has an edit of a space on each layer."""
-        spaces = self.spaces()
-        found = [self.touched(space, layers, self.good) for space in spaces]
-        return pd.DataFrame(np.reshape(found, (-1, layers)), index=spaces)
-
-    def effects(self) -> list[EditEffect]:
-        """Trials with each edit against those without, the surest differences first.
-
-        The measure's logarithm, less its mean over the level's trials, is compared by Welch's t interval; stopped
-        trials count with their estimates, for to leave them out would leave out the bad ones. It is what goes with an
-        edit among the trials that a search chose to run, and no effect by itself: that is in terms.csv.
-        """
-        finite = np.isfinite(self.values) & (self.values > 0)
-        logs = np.log(np.where(finite, self.values, 1.0))
-        for level in set(self.levels.tolist()):
-            own = finite & (self.levels == level)
-            logs[own] -= logs[own].mean() if own.any() else 0.0
-        edits = dict.fromkeys(edit for choice in self.choices for edit in choice)
-        found = []
-        for edit in edits:
-            has = np.array([edit in choice for choice in self.choices])
-            there = logs[finite & has]
-            else_ = logs[finite & ~has]
-            if min(len(there), len(else_)) >= _FEWEST and there.std() + else_.std() > 0:
-                from scipy import stats  # half a second that a page without a search need not wait
-
-                welch: Any = stats.ttest_ind(there, else_, equal_var=False)
-                low, high = np.exp(welch.confidence_interval(0.95))
-                ratio = math.exp(there.mean() - else_.mean())
-                found.append(EditEffect(edit, len(there), ratio, float(low), float(high)))
-        return sorted(found, key=lambda one: -abs(math.log(one.ratio)) / math.log(one.high / one.low))
-
     def _flags(self, name: str) -> Flags:
         return np.array([str(value) in ("True", "1", "1.0") for value in self.table[name]])
 
@@ -253,7 +198,6 @@ _STOPPED = 7
 _OTHER = 6
 _KNEE = 6
 _ABOVE = 30.0  # times the least: where the axis ends
-_APART = (0.035, 0.035)  # of a panel: numbers nearer than this cover each other
 
 
 def history_chart(trials: TrialTable) -> Chart:
@@ -377,9 +321,8 @@ def _front_chart(front: pd.DataFrame, trials: TrialTable, first: str, name: str,
             for _, row in own.iterrows()
         ]
         points(axes, own[name], own[first], tips, 0, f"front ({len(own)})", line=line)
-        _number(axes, list(zip(front[name], front[first], strict=True)))
 
-    caption = "No trial is at least as good as one of the front in everything. Numbers are those of front.csv."
+    caption = "No trial is at least as good as one of the front in everything."
     return Chart(f"The front: {first} against {name}", draw, caption=caption)
 
 
@@ -389,22 +332,8 @@ def objectives_of(front: pd.DataFrame) -> list[str]:
     return columns[columns.index("point") + 1 : columns.index("trial")] or ["divergence"]
 
 
-def _number(axes: Axes, front: list[tuple[float, float]]) -> None:
-    """Numbers as in front.csv, of the points whose numbers do not cover each other."""
-    written: list[tuple[float, float]] = []
-    for place, point in enumerate(front, 1):
-        x, y = axes.transAxes.inverted().transform(axes.transData.transform(point))
-        if all(abs(x - left) > _APART[0] or abs(y - below) > _APART[1] for left, below in written):
-            written.append((x, y))
-            axes.annotate(str(place), point, xytext=(4, 4), textcoords="offset points", fontsize=8, color=COLOURS[0])
-
-
-def edit_charts(terms: pd.DataFrame) -> list[Chart]:
-    """What every edit does by itself: a panel for each space, a mark for each way of it."""
-    return [_edit_chart(str(space), own, terms) for space, own in terms.groupby("space", sort=False)]
-
-
-def _edit_chart(space: str, own: pd.DataFrame, terms: pd.DataFrame) -> Chart:
+def edit_chart(space: str, own: pd.DataFrame, terms: pd.DataFrame) -> Chart:
+    """What every edit of a space does by itself: a mark for each way of it."""
     lengths = (own["last"] - own["first"] + 1).astype(int)
     ways = own["option"].fillna("").astype(str)  # in what they differ besides where they begin
     if lengths.nunique() > 1:

@@ -84,7 +84,12 @@ class EditedLayers(nn.Module):
         self._share_undivided()
         self._describe_slots([one.layers[0] for one in program.sublayers() if one.kind == ATTENTION])
         self.config_before: dict[str, Any] = {}
-        self._take_state_of(layers)
+        # PyTorch makes every new module a training one.
+        self.training = self.stream_tap.training = layers.training
+        checkpointed = next((layer for layer in layers if getattr(layer, "gradient_checkpointing", False)), None)
+        if checkpointed is not None:
+            self.gradient_checkpointing = True
+            self._gradient_checkpointing_func = checkpointed._gradient_checkpointing_func
 
     def _describe_slots(self, attended: list[int]) -> None:
         """Say which layer each slot is of; one more counts tokens in the cache where no attention does."""
@@ -113,14 +118,6 @@ class EditedLayers(nn.Module):
         for sublayer in filter(self.is_derived, dict.fromkeys(self.program.sublayers())):
             norm = norms.setdefault(groups.place(sublayer), self.owner(sublayer).get_submodule(path))
             setattr(self.owner(sublayer), path, norm)
-
-    def _take_state_of(self, layers: nn.ModuleList) -> None:
-        """Train or evaluate, and recompute or not, as the layers did: PyTorch makes every new module a training one."""
-        self.training = self.stream_tap.training = layers.training
-        checkpointed = next((layer for layer in layers if getattr(layer, "gradient_checkpointing", False)), None)
-        if checkpointed is not None:
-            self.gradient_checkpointing = True
-            self._gradient_checkpointing_func = checkpointed._gradient_checkpointing_func
 
     @property
     def stored_groups(self) -> Groups:

@@ -14,7 +14,7 @@ import pandas as pd
 from optuna.trial import FrozenTrial
 
 from surgeon.checkpoint.read import read_json
-from surgeon.findings.search import SearchRun
+from surgeon.findings.search import SearchResult
 from surgeon.language.recipe import Recipe
 from surgeon.processes.files import finite, write_text
 from surgeon.quality.head import GREEDY
@@ -198,14 +198,14 @@ def lost_trials(folder: Path, study: str, place: str, finished: int) -> list[str
         place: of the storage, for people.
     """
     try:
-        record = read_json(folder / SearchRun.RECORD)
+        record = read_json(folder / SearchResult.RECORD)
     except (FileNotFoundError, ValueError):
         return []  # it is written again
     known = record.get("trials")
     if record.get("study") != study or not isinstance(known, int) or known <= finished:
         return []
     return [
-        f"{place} has {finished} of the {known} trials that {SearchRun.RECORD} tells of; the others are tried again"
+        f"{place} has {finished} of the {known} trials that {SearchResult.RECORD} tells of; the others are tried again"
     ]
 
 

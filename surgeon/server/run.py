@@ -15,7 +15,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,12 +31,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from surgeon.server.answers import chat, complete
 from surgeon.server.bodies import ChatBody, CompletionBody
-from surgeon.server.errors import RETRY_SOON, ApiError, explain
+from surgeon.server.errors import ApiError, explain
 from surgeon.server.state import MOST_BYTES, ServerState, counted, guarded, too_large, with_browsers
 from surgeon.version import __version__
 from surgeon.words import plural
@@ -114,7 +113,6 @@ def _add_errors(app: FastAPI) -> None:
         return ApiError(500, "internal error; the server's log has the details").response()
 
 
-LOG_SECONDS = 60.0
 MOST_CONNECTIONS = 1000
 MOST_ACCEPTED = 128  # at a time, before any of them can be refused
 QUEUE = 1024  # connections that the kernel holds until they are accepted
@@ -128,14 +126,12 @@ class Patience:
     Attributes:
         head: for a request's first line and headers, from its first byte or the connection's beginning on.
         body: for its body.
-        reading: without reading anything of an answer that waits for them.
-        connections: further ones are answered with 503.
+        connections: requests on further ones are answered with 503, by uvicorn.
         refused: further ones beyond these are not answered at all.
     """
 
     head: float = 20.0
     body: float = 120.0
-    reading: float = 60.0
     connections: int = MOST_CONNECTIONS
     refused: int = MOST_ACCEPTED
 
@@ -160,30 +156,24 @@ def files_left() -> int:
 
 
 class Connection(H11Protocol):
-    """One client's connection; `full` answers those that are too many."""
+    """One client's connection, on which requests have to arrive in time, which uvicorn waits for without end."""
 
-    def __init__(self, *arguments: Any, patience: Patience, full: ASGIApp, **options: Any) -> None:
+    def __init__(self, *arguments: Any, patience: Patience, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.patience = patience
-        self._full = full
         self._arrival: asyncio.TimerHandle | None = None
-        self._unread = 0  # bytes of answers, when the client was last looked at
-        self._reading: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self.patience.connections + self.patience.refused:
             transport.abort()
             return
-        if len(self.connections) > self.patience.connections:
-            self.app = self._full
         self._expect(self.patience.head)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._expect(None)
         self._unset_keepalive_if_required()
-        self._stop_watching()
 
     def data_received(self, data: bytes) -> None:
         before = self.conn.their_state
@@ -201,19 +191,6 @@ class Connection(H11Protocol):
         if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:  # a part of the next request
             self._unset_keepalive_if_required()
             self._expect(self.patience.head)
-        self._watch_reading()
-
-    def timeout_keep_alive_handler(self) -> None:
-        super().timeout_keep_alive_handler()
-        self._watch_reading()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._watch_reading()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._stop_watching()  # it has read, and more will be written behind that
 
     def _expect(self, seconds: float | None) -> None:
         """Give up if what the client is sending has not arrived by then; None if it has."""
@@ -231,69 +208,6 @@ class Connection(H11Protocol):
             head = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close"
             self.transport.write(f"HTTP/1.1 408 Request Timeout\r\n{head}\r\n\r\n".encode() + body)
         self.transport.close()
-        self._watch_reading()
-
-    def _watch_reading(self) -> None:
-        """Look after the client from now on, until it has read all that there is."""
-        if self._reading is None and self.transport.get_write_buffer_size():
-            self._unread = self.transport.get_write_buffer_size()
-            self._reading = self.loop.call_later(self.patience.reading, self._look_at_reading)
-
-    def _stop_watching(self) -> None:
-        if self._reading is not None:
-            self._reading.cancel()
-            self._reading = None
-
-    def _look_at_reading(self) -> None:
-        self._reading = None
-        if self.transport.get_write_buffer_size() >= self._unread:
-            self.transport.abort()
-        else:
-            self._watch_reading()
-
-
-async def full(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers those beyond the number of connections that there may be."""
-    headers = {"Connection": "close"} | RETRY_SOON
-    error = ApiError(503, "too many clients are connected; try again later", None, "too_many_connections", headers)
-    await error.response()(scope, receive, send)
-
-
-class Quiet(logging.Filter):
-    """Lets each line through once a minute, and says how often it was not; a defect's traceback always."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._since: dict[str, float] = {}
-        self._held: dict[str, int] = {}
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        line = record.getMessage().partition("\n")[0]
-        defect = record.exc_info and not line.startswith("socket.accept()")  # which clients can cause
-        if defect or line.startswith("Exception in ASGI"):
-            return True
-        now = time.monotonic()
-        if now - self._since.get(line, -LOG_SECONDS) < LOG_SECONDS:
-            self._held[line] = self._held.get(line, 0) + 1
-            return False
-        self._since[line] = now
-        if held := self._held.pop(line, 0):
-            line += f" (and {held} times since it was last said)"
-        record.msg = line
-        record.args = None
-        record.exc_info = None
-        record.exc_text = None
-        return True
-
-
-def quieten() -> None:
-    """Have clients' mistakes, and what many of them cause, said once in a while only."""
-    quiet = Quiet()
-    for name in ("uvicorn.error", "asyncio"):
-        logger = logging.getLogger(name)
-        for old in [each for each in logger.filters if isinstance(each, Quiet)]:
-            logger.removeFilter(old)
-        logger.addFilter(quiet)
 
 
 KEEP_ALIVE_SECONDS = 30  # that a connection may be idle between requests
@@ -403,11 +317,12 @@ def run(state: ServerState, bound: socket.socket, started: Callable[[], None]) -
         InterruptedError: at a second SIGTERM.
     """
     patience = patience_for(files_left())
-    quieten()
     config = uvicorn.Config(
         make_app(state),
-        http=partial(Connection, patience=patience, full=with_browsers(full, state.origins)),  # type: ignore[arg-type]
+        http=partial(Connection, patience=patience),  # type: ignore[arg-type]
         backlog=patience.refused,
+        limit_concurrency=patience.connections + 1,
+        log_level="error",  # clients' mistakes are theirs to know of
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         lifespan="off",
         ws="none",

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch.nn import functional
 
 from surgeon.analysis import importance as importance_module
 from surgeon.analysis.engine import memory
@@ -18,7 +17,6 @@ from surgeon.checkpoint.load import load
 from surgeon.checkpoint.streamed import load_streamed
 from surgeon.language.operations.width import Criterion
 from surgeon.language.program import Program
-from surgeon.language.sublayer import ROLES
 from surgeon.models.edit import edit
 from surgeon.opened import open_model
 from tests.analysis.spectra import inputs_of, matrix_of, places, text
@@ -63,25 +61,6 @@ def test_units_by_what_they_give(family: str, by: Criterion, monkeypatch: pytest
         np.testing.assert_allclose(values, by_inputs(family, model, kind, layer, by), rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "phi3"])
-def test_units_by_gradients(family: str, tmp_path: Path) -> None:
-    model = tiny_model(family, 2)
-    found = importance(model, "taylor", tmp_path)
-    assert not any(parameter.grad is not None for parameter in model.parameters())
-    logits = model(input_ids=TEXT.ids, use_cache=False).logits[:, :-1]
-    functional.cross_entropy(logits.flatten(0, 1), TEXT.ids[:, 1:].flatten()).backward()
-    for kind, layer in PARTS:
-        expected: Any = 0
-        for role, (module, rows, transposed) in places(family, model, layer).items():
-            if role in ROLES[kind]:
-                salience = (module.weight * module.weight.grad).detach().abs().double()
-                salience = salience.T if transposed else salience
-                salience = salience if rows is None else salience[rows]
-                expected = expected + by_unit(family, kind, salience.sum(0 if role in ("o", "down") else 1).numpy())
-        np.testing.assert_allclose(found[kind, layer], expected, rtol=1e-4)
-    assert [file.name for file in tmp_path.iterdir()] == ["importance.jsonl"]
-
-
 def test_what_a_folder_has_is_not_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, seen = tiny_model("llama", 2), list[str]()
     first = unit_importance(model, {("A", 0): "wanda"}, TEXT, tmp_path)
@@ -102,28 +81,6 @@ def test_what_a_folder_has_is_not_found_again(tmp_path: Path, monkeypatch: pytes
         importance(model, "wanda", tmp_path, model_hash="another")
 
 
-def test_gradients_go_on_where_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from surgeon.analysis.factors import calibration
-
-    model, whole, ran = tiny_model("llama", 2), importance(tiny_model("llama", 2), "taylor"), list[int]()
-    monkeypatch.setattr(calibration, "_KEPT_EVERY", 2)
-    really = calibration._gradients
-
-    def killed(*args: Any) -> Any:
-        ran.append(1)
-        if len(ran) == 5:
-            raise KeyboardInterrupt
-        return really(*args)
-
-    monkeypatch.setattr(calibration, "_gradients", killed)
-    with pytest.raises(KeyboardInterrupt):
-        importance(model, "taylor", tmp_path)
-    found = importance(model, "taylor", tmp_path)
-    assert len(ran) == 5 + 2  # four of six windows were there
-    for part in PARTS:
-        np.testing.assert_allclose(found[part], whole[part], rtol=1e-6)
-
-
 def test_a_streamed_model_has_the_same(tiny_checkpoint: Path) -> None:
     opened = open_model(tiny_checkpoint)
     wanted: dict[tuple[str, int], Criterion] = {("A", 1): "activation", ("F", 3): "wanda"}
@@ -131,8 +88,6 @@ def test_a_streamed_model_has_the_same(tiny_checkpoint: Path) -> None:
     streamed = load_streamed(opened)
     for part, values in unit_importance(streamed, wanted, TEXT).items():
         torch.testing.assert_close(values, there[part])
-    with pytest.raises(ValueError, match="gradients go through the whole model, which has to fit into memory"):
-        unit_importance(streamed, {("A", 1): "taylor"}, TEXT)
 
 
 def test_units_in_a_program_of_the_models_own() -> None:
@@ -143,7 +98,5 @@ def test_units_in_a_program_of_the_models_own() -> None:
     edit(model, Program.parse("A0 F0 [A1 F1] A1"))
     found = importance(model, "activation")
     assert list(found) == PARTS
-    with pytest.raises(ValueError, match="taylor goes by gradients through layers one after the other"):
-        importance(model, "taylor")
     with pytest.raises(ValueError, match="does not run F2"):
         unit_importance(model, {("F", 2): "wanda"}, TEXT)

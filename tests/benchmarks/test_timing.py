@@ -22,14 +22,13 @@ def test_a_file_for_each_rank(tmp_path: Path) -> None:
     assert [path.name for path in trace_files(tmp_path / "t.json", 2)] == ["t.rank0.json", "t.rank1.json"]
 
 
-def test_a_profile_has_programs_and_their_steps(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_profile_has_programs_and_their_steps(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "tiny")
     options = SimpleNamespace(ranks=1)
     rank: Any = SimpleNamespace(
         rank=0, device=torch.device("cpu"), engines={}, settings=SimpleNamespace(options=options), sender=Sender([])
     )
     rank.notify = lambda _: None
-    monkeypatch.setattr("surgeon.runtime.model.engine.kernels_for", lambda _: None)  # so that steps are Python's
     load = Workload(1, 4, 3)
     runs = []
     for name, program in (("dense", "A0 F0 A1 F1"), ("ladder", "A0 F0 >A1 >F1")):

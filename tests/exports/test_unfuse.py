@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import surgeon
+from surgeon.checkpoint.forms.fused import ORIGINAL_KEY
 from surgeon.exports.unfuse import unfused
 from surgeon.models.edit import program_of, restore
 from surgeon.models.families import FAMILIES
@@ -64,7 +65,7 @@ def test_it_computes_the_same_and_is_fused_again(
     # Dropout, which shows in training alone, is the original's too.
     before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("fused", "again"))
     changed = {key for key in before | after if before.get(key) != after.get(key)}
-    assert changed <= {"o_bias", "up_bias", "down_bias", "logit_scale"}
+    assert changed <= {"o_bias", "up_bias", "down_bias", "logit_scale", ORIGINAL_KEY}  # of which biases are on
     assert before["logit_scale"] == pytest.approx(after["logit_scale"])
 
 
@@ -123,4 +124,8 @@ def test_only_fused_checkpoints_are_taken_apart(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "fused" / "config.json").read_text())
     (tmp_path / "fused" / "config.json").write_text(json.dumps(config | {"embedding_scale": 2.0}))
     with pytest.raises(ValueError, match=r"Llama would have embedding_scale: 1.0 in the fused form, and .* has 2.0"):
+        unfused(tmp_path / "fused")
+    config.pop(ORIGINAL_KEY)  # as 0.2.0 wrote it
+    (tmp_path / "fused" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"its config.json has no {ORIGINAL_KEY}.*; use the recipe and the original"):
         unfused(tmp_path / "fused")

@@ -253,7 +253,11 @@ def held_out(verdicts: tuple[str, ...] = ("not told apart", "better"), winner: i
         "runners_up": [other | finalist for other, finalist in zip(others, finalists[1:], strict=True)],
         "winner": winner,
         "overturned": winner != 2,
-        "sentences": ["trial 2: numbers", *([last] if winner != 2 else [])],
+        "sentences": [
+            "trial 2: numbers",
+            *(f"trial 2 is {verdict}: trial {trial}" for trial, verdict in zip((1, 0), verdicts, strict=True)),
+            *([last] if winner != 2 else []),
+        ],
     }
 
 

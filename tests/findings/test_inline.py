@@ -84,7 +84,7 @@ def test_a_map_is_an_image_of_a_pixel_for_each_cell() -> None:
 def test_a_program_keeps_its_own_colours() -> None:
     figure = program_figure(PROGRAM, 7, 2)
     names = [name for _, name in legend_keys(figure)]
-    assert names == ["attention", "feed-forward", "pale: as it was", "late: beside the step before", "left out"]
+    assert names == ["attention", "feed-forward", "late: beside the step before", "left out"]
     text = str(inline_svg(figure, "a program", themed=False))
     words = re.findall(r"<text[^>]*>([^<]*)</text>", text)
     assert {"A3", "F3", "no A6"} <= set(words)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from surgeon.findings.program import LayersInOrder, LeftOut, Same, draw_program, outline, outline_text
+from surgeon.findings.program import LayersInOrder, LeftOut, draw_program, outline, outline_text
 from surgeon.language.operations import ladder, lowrank, pair, parallel, prune, shuffle, tracks
 from surgeon.language.program import Program
 from surgeon.language.sublayer import LayerShapes
@@ -18,13 +18,11 @@ SHAPES = LayerShapes({"q": (16, 16), "up": (32, 16)})
 
 
 def items(program: Program, steps_per_layer: int = 2) -> list[str]:
-    """The outline as text: = before a step that is as it was."""
+    """The outline as text."""
     found = []
     for item in outline(program, 8, steps_per_layer):
         if isinstance(item, LayersInOrder):
             found.append(f"{item.first}-{item.last}" + "@" * bool(item.sizes))
-        elif isinstance(item, Same):
-            found.append(f"={item.step}")
         elif isinstance(item, LeftOut):
             found.append(f"no {item.text}")
         else:
@@ -36,19 +34,19 @@ def items(program: Program, steps_per_layer: int = 2) -> list[str]:
     ("program", "expected"),
     [
         (DENSE, "0-7"),
-        (pair(DENSE, range(3, 7)), "0-2, [A3 A4], [F3 F4], [A5 A6], [F5 F6], =A7, =F7"),
+        (pair(DENSE, range(3, 7)), "0-2, [A3 A4], [F3 F4], [A5 A6], [F5 F6], A7, F7"),
         (prune(DENSE, range(3, 5)), "0-2, no 3-4, 5-7"),
         (prune(DENSE, range(7, 8)), "0-6, no 7"),
-        (prune(DENSE, range(3, 4), sublayers="attention"), "0-2, no A3, =F3, 4-7"),
+        (prune(DENSE, range(3, 4), sublayers="attention"), "0-2, no A3, F3, 4-7"),
         # The stream in front of F3's plus is what A4 reads, so F3 is shown.
-        (ladder(DENSE, range(4, 8)), "0-2, =A3, =F3, >A4, >F4, >A5, >F5, >A6, >F6, >A7, >F7"),
+        (ladder(DENSE, range(4, 8)), "0-2, A3, F3, >A4, >F4, >A5, >F5, >A6, >F6, >A7, >F7"),
         (parallel(DENSE, range(0, 5)), "{A0 F0 | A1 F1 | A2 F2 | A3 F3 | A4 F4}, 5-7"),
-        (Program.parse("A0 F0 A2 F2 A1 F1 A3 F3"), "=A0, =F0, A2, F2, A1, F1, =A3, =F3, no 4-7"),
-        (Program.parse("A0~A1 F0~F1 A2 F2 A3 F3"), "A0~A1, F0~F1, =A2, =F2, =A3, =F3, no 4-7"),
-        (Program.parse("A0 F0 A1 F1 A1 F1"), "=A0, =F0, A1, F1, A1, F1, no 2-7"),
-        (lowrank(DENSE, range(2, 6), ranks={"q": 3}, shapes=SHAPES), "=A0, =F0, =A1, =F1, 2-5@, =A6, =F6, =A7, =F7"),
+        (Program.parse("A0 F0 A2 F2 A1 F1 A3 F3"), "A0, F0, A2, F2, A1, F1, A3, F3, no 4-7"),
+        (Program.parse("A0~A1 F0~F1 A2 F2 A3 F3"), "A0~A1, F0~F1, A2, F2, A3, F3, no 4-7"),
+        (Program.parse("A0 F0 A1 F1 A1 F1"), "A0, F0, A1, F1, A1, F1, no 2-7"),
+        (lowrank(DENSE, range(2, 6), ranks={"q": 3}, shapes=SHAPES), "A0, F0, A1, F1, 2-5@, A6, F6, A7, F7"),
         (lowrank(DENSE, range(8), ranks={"q": [3] * 4 + [2] * 4}, shapes=SHAPES), "0-3@, 4-7@"),
-        (lowrank(DENSE, range(5, 7), ranks={"up": 3}, shapes=SHAPES), "0-4, =A5, F5@up3, =A6, F6@up3, =A7, =F7"),
+        (lowrank(DENSE, range(5, 7), ranks={"up": 3}, shapes=SHAPES), "0-4, A5, F5@up3, A6, F6@up3, A7, F7"),
     ],
 )
 def test_outlines(program: Program, expected: str) -> None:

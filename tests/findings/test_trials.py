@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.image import imread
-from scipy import stats
 
-from surgeon.findings.search import SearchRun
+from surgeon.findings.search import SearchResult
 from surgeon.findings.trials import TrialTable
 
 NAN = math.nan
@@ -71,31 +69,6 @@ def test_layers_that_good_trials_change() -> None:
     assert BUDGET.touched("pair", 5, range(5)).tolist() == pytest.approx([0.2, 0.8, 0.8, 0.2, 0])
 
 
-def test_what_goes_with_an_edit_is_a_ratio_of_geometric_means_with_welchs_interval() -> None:
-    rng = np.random.default_rng(3)
-    rows: list[tuple[float, str, float, bool, bool]] = []
-    for number in range(24):
-        level, has = float(number % 2), number % 3 == 0
-        value = math.exp(5 * level + (1.0 if has else 0.0) + 0.1 * rng.normal())
-        rows.append(
-            (level, "pair 0:2; pair 3:5" if has else f"pair {number % 2 + 4}:{number % 2 + 6}", value, True, True)
-        )
-    found = {str(one.edit): one for one in trials(rows).effects()}
-    logs = np.log([row[2] for row in rows])
-    for level in (0.0, 1.0):
-        own = np.array([row[0] == level for row in rows])
-        logs[own] -= logs[own].mean()
-    has = np.array(["pair 0:2" in row[1] for row in rows])
-    expected = stats.ttest_ind(logs[has], logs[~has], equal_var=False).confidence_interval(0.95)
-    one = found["pair 0:2"]
-    assert (one.low, one.high) == pytest.approx((math.exp(expected.low), math.exp(expected.high)))
-    assert one.ratio == pytest.approx(math.e, rel=0.1)
-    assert one.excludes_one
-    assert one.trials == 8
-    assert one.ratio == found["pair 3:5"].ratio, "what always comes together is not told apart"
-    assert not BUDGET.effects(), "too few trials with any edit, and without it"
-
-
 def test_edits_in_few_words() -> None:
     texts = "; ".join(f"ladder {k}:{k + 1}" for k in range(3, 9))
     table = trials(
@@ -114,7 +87,7 @@ def test_odd_numbers_are_no_trouble(tmp_path: Path) -> None:
         [(4.0, "pair 0:2", math.inf, True, True), (5.0, "pair 1:3", 0.5, False, False)],
     ):
         table = trials(rows)
-        SearchRun(table.table.assign(depth=5.0, perplexity=9.0), record={"num_layers": 6}).draw(tmp_path)
+        SearchResult(table.table.assign(depth=5.0, perplexity=9.0), record={"num_layers": 6}).draw(tmp_path)
         height, width = imread(tmp_path / "search.png").shape[:2]
         assert width > height > 500
         assert len(table.best_so_far) == len(rows)
@@ -122,7 +95,7 @@ def test_odd_numbers_are_no_trouble(tmp_path: Path) -> None:
 
 def test_what_trials_are_ranked_by() -> None:
     def by(record: dict[str, str]) -> str:
-        return SearchRun(BUDGET.table, record=record).trial_table.by
+        return SearchResult(BUDGET.table, record=record).trial_table.by
 
     assert by({}) == "divergence"
     assert by({"objective": "latency@cpu-2,perplexity"}) == "perplexity"

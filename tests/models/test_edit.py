@@ -85,11 +85,11 @@ def test_programs_that_do_not_fit_leave_the_model_alone(model: PreTrainedModel, 
     assert model.config.num_hidden_layers == 6
 
 
-def test_an_unsupported_architecture_says_which_is_nearest() -> None:
+def test_an_unsupported_architecture_says_which_are() -> None:
     from transformers import BloomConfig, BloomForCausalLM
 
     bloom = BloomForCausalLM(BloomConfig(hidden_size=8, n_layer=1, n_head=1, vocab_size=10))
-    with pytest.raises(ValueError, match=r"'bloom' is not supported \(the nearest that is: .*\).*Adding a f"):
+    with pytest.raises(ValueError, match=r"'bloom' is not supported \(supported: Cohere, .*, StarCoder2\).*Adding a f"):
         edit(bloom, "A0 F0")
 
 

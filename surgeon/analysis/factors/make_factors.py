@@ -17,9 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from surgeon.analysis.factors.calibration import summed_gradients
 from surgeon.analysis.factors.factor_plan import (
-    GRADIENTS,
     RECORD,
     FactorFacts,
     FactorFolder,
@@ -36,7 +34,7 @@ from surgeon.language.execute import State
 from surgeon.language.program import Node, Step
 from surgeon.language.sublayer import WRITING, Sublayer
 from surgeon.memory import stay_below
-from surgeon.models.edit import as_stored, check_layers, program_of
+from surgeon.models.edit import as_stored, check_layers
 from surgeon.models.families import family_of
 from surgeon.models.weights import Factors, UnitsByLayer, UnitSource
 from surgeon.models.weights.decompose import (
@@ -85,9 +83,6 @@ def make_factors(
         OSError: if the folder cannot be written to, or another process is writing to it.
     """
     check_layers(plan.program, model.config.num_hidden_layers)
-    for matrix, making in plan.makings.items():
-        if making.method == "fisher" and matrix.sublayer.width is not None:
-            raise ValueError(f"{matrix}: the method fisher goes by gradients of whole layers; use whitened")
     assert windows is not None or not plan.is_calibrated
     identity = {
         "format": FORMAT,
@@ -99,12 +94,7 @@ def make_factors(
     if plan.calibration.get("update"):
         kept = max(kept, torch.float32, key=lambda dtype: torch.finfo(dtype).eps)
         identity["kept"] = str(kept).removeprefix("torch.")
-    with as_stored(model) as own, FactorJournal(folder, identity) as journal:
-        if own != program_of(model) and any(making.method == "fisher" for making in plan.makings.values()):
-            raise ValueError(
-                "the method fisher goes by gradients through layers one after the other, and the model runs a program "
-                "of its own; use whitened"
-            )
+    with as_stored(model), FactorJournal(folder, identity) as journal:
         work = _Work(model, plan, windows, journal, memory, kept, units or {})
         if work.missing:
             work.make_missing()
@@ -163,21 +153,12 @@ class _Work:
         self.sequential = bool(plan.calibration.get("sequential"))
         self.update = bool(plan.calibration.get("update"))
         self.missing = [matrix for matrix in sorted(plan.makings) if not journal.has(matrix)]
-        self.gradients: dict[Matrix, Tensor] = {}
 
     def make_missing(self) -> None:
         """Go through the program up to the last node that lacks factors."""
         nodes = self.plan.program.nodes
         places = [place for place, node in enumerate(nodes) if matrices_in(node, self.missing)]
         with progress("factors", len(self.plan.makings), "matrices", len(self.plan.makings) - len(self.missing)) as ran:
-            fisher = [matrix for matrix, making in self.plan.makings.items() if making.method == "fisher"]
-            if fisher:
-                assert self.windows is not None
-                wanted = sorted({stored for matrix in fisher for stored in _stored(matrix)})
-                kept = self.journal.folder / GRADIENTS
-                identity = self.journal.identity
-                ids = self.windows.ids
-                self.gradients = summed_gradients(self.model, ids, wanted, _squared, kept, identity)
             run = self._run()
             whole = self._run() if self.update else None
             for place in range(places[-1] + 1):
@@ -257,13 +238,10 @@ class _Work:
         ways: dict[Making, Decomposer] = {}
         for matrix in matrices:
             making = self.plan.makings[matrix]
-            if making.method == "fisher" or making not in ways:  # gradients are each matrix's own
-                gradients = [self.gradients[stored] for stored in _stored(matrix) if stored in self.gradients]
-                statistics = Statistics(
-                    None if known is None else known.moment,
-                    None if known is None else known.size / known.samples,
-                    torch.stack(gradients).mean(0) if gradients else None,
-                )
+            if making not in ways:
+                statistics = Statistics()
+                if known is not None:
+                    statistics = Statistics(known.moment, known.size / known.samples)
                 ways[making] = decomposer(making.method, statistics, making.alpha)
             stored = weights.matrix(replace(matrix.sublayer, ranks=()), matrix.role)
             values = stored.whole(torch.promote_types(stored.dtype, torch.float32))
@@ -302,16 +280,6 @@ class _Work:
                 loss = None
         samples = 0 if known is None else known.samples
         return factors, FactorFacts(rank, min(values.shape), values.shape[1], found.reached, samples, loss)
-
-
-def _squared(gradient: Tensor) -> Tensor:
-    """Its squares summed over outputs, (in,): the empirical Fisher information of each input's weights."""
-    return (gradient.double() ** 2).sum(0).cpu()
-
-
-def _stored(matrix: Matrix) -> list[Matrix]:
-    """The matrices of layers that it is an average of."""
-    return [Matrix.of(layer, matrix.role) for layer in matrix.sublayer.layers]
 
 
 def _without_ranks(sublayer: Sublayer) -> Sublayer:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -227,6 +228,7 @@ def _as(like: Callable[[Tensor], Tensor], compute: Callable[[ModelWeights], Tens
     return like(compute(weights))
 
 
+ORIGINAL_KEY = "surgeon_original"  # the config.json of the layers one beside the other, as their architecture has it
 WIDTHS_KEY = "per_layer_config"
 GLOBAL_WIDTHS_KEY = "allow_global_per_layer_attribute_access"  # lets transformers read the other layers' widths
 
@@ -293,6 +295,12 @@ class Fused(Form):
         """A configuration of the form's own, whatever the original's."""
         shapes = {tensor.name: tensor.shape for tensor in tensors}
         kept = {key: value for key, value in original.checkpoint.config.items() if key in ("dtype", "torch_dtype")}
+        apart = tuple(
+            StoredLayer(layer.attention[at : at + 1], layer.feed_forward[at : at + 1])
+            for layer in layout.layers
+            for at in range(max(len(layer.attention), len(layer.feed_forward)))
+        )
+        kept[ORIGINAL_KEY] = super().config(original, replace(layout, layers=apart), tensors)
         return kept | fused_config(original.family, original.config, layout, shapes)
 
     def class_entries(self, original: StoredModel, layout: Layout) -> dict[str, Any]:  # noqa: ARG002

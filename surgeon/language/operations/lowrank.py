@@ -16,7 +16,7 @@ from surgeon.language.program import Program
 from surgeon.language.sublayer import ROLES, LayerShapes, Sublayer
 
 Role = Literal["q", "g", "k", "v", "o", "gate", "up", "down"]
-Method = Literal["plain", "activation", "fisher", "whitened", "features"]
+Method = Literal["plain", "activation", "whitened"]
 Ranks = dict[str, int]  # by role
 
 

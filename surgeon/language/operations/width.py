@@ -15,7 +15,7 @@ from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, UNITS, LayerShapes, Sublayer, require_width
 from surgeon.words import layer_list
 
-Criterion = Literal["activation", "wanda", "taylor"]  # what goes by text: surgeon.analysis.importance describes them
+Criterion = Literal["activation", "wanda"]  # what goes by text: surgeon.analysis.importance describes them
 By = Literal["magnitude", "random", Criterion]
 CRITERIA: tuple[Criterion, ...] = get_args(Criterion)
 USUAL: Criterion = "wanda"  # of what has a text
@@ -66,10 +66,10 @@ def width(
         heads: how many KV groups each attention keeps: a share of them (0.75; rounded, at least one), a whole number,
             or a list of their numbers. 1 is one group, 1.0 is all.
         neurons: how many neurons each feed-forward keeps: a share, or a whole number.
-        by: which ones are kept: what a text needs most, by activations (Minitron), by these and the weights behind them
-            (Wanda), or by gradients of the loss (LLM-Pruner's Taylor); some at random; or those of the largest
-            weights, which for neurons was worse than chance (docs/measured-searches.md). Without it wanda where there
-            is a text, else KV groups of the largest weights and any neurons. Listed groups are kept whatever it says.
+        by: which ones are kept: what a text needs most, by activations (Minitron), or by these and the weights behind
+            them (Wanda); some at random; or those of the largest weights, which for neurons was worse than chance
+            (docs/measured-searches.md). Without it wanda where there is a text, else KV groups of the largest weights
+            and any neurons. Listed groups are kept whatever it says.
         seed: of the choice at random, and of no other; 0 without it.
         calibration: the text, where they are chosen by one.
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from surgeon.models.families.base import Family
 from surgeon.models.families.fused import FUSED
-from surgeon.models.families.nearest import nearest
 from surgeon.models.families.registry import FAMILIES
 from surgeon.models.families.specs import Projection, SublayerSpec
 
@@ -21,27 +20,17 @@ def family_named(model_type: str) -> Family:
     """The family with this `model_type`, or the description of what `surgeon export` makes of all of them.
 
     Raises:
-        Unsupported: if there is none, saying which is nearest, or which there are.
+        Unsupported: if there is none, saying which there are.
     """
     if model_type == FUSED.model_type:
         return FUSED
     if model_type not in FAMILIES:
+        names = sorted((family.name for family in FAMILIES.values()), key=str.lower)
         raise Unsupported(
-            f"architecture {model_type!r} is not supported ({_what_is(model_type)}); "
+            f"architecture {model_type!r} is not supported (supported: {', '.join(names)}); "
             'docs/extending.md, "Adding a family", shows how to add one in a short file'
         )
     return FAMILIES[model_type]
-
-
-def _what_is(model_type: str) -> str:
-    """What there is in place of an architecture that is no family."""
-    near = nearest(model_type)
-    if near is None or not near.alike:
-        return f"supported: {', '.join(sorted((family.name for family in FAMILIES.values()), key=str.lower))}"
-    alike = len(near.alike)
-    functions = len(near.alike + near.otherwise + near.more)
-    shares = f"which computes the same in {alike} of its {functions} functions"
-    return f"the nearest that is: {near.family.name}, {shares}; surgeon check says what is otherwise"
 
 
 def family_of(config: Any) -> Family:

@@ -126,9 +126,6 @@ class Family:
         arguments: names of what the decoder hands a layer by position after the stream.
         returns_tuple: whether a layer returns its stream as the first item of a tuple.
         variant: the description of a model with this config, where it depends on more than the model type.
-        unfused: config entries of the model whose fused form's configuration this is, beside those that the fields
-            above name; its `layer_types` and `rotary_layers` have an entry for each of the model's own layers.
-            What the architecture's configuration does not have is left out.
         follow: config entries that describe layers in another way than one list item per layer, rewritten so that
             layer i is described as layer `sources[i]` was.
         follow_mlp: config entries that say how layers' feed-forwards differ (dense ones among mixtures), likewise.
@@ -195,7 +192,6 @@ class Family:
     arguments: tuple[str, ...] = ()
     returns_tuple: bool = False
     variant: Callable[[Family, Any], Family] = _unvaried
-    unfused: Callable[[Any], dict[str, Any]] = _nothing_else
     follow: Callable[[Any, Sequence[int]], dict[str, Any]] = _nothing_else
     follow_mlp: Callable[[Any, Sequence[int]], dict[str, Any]] = _nothing_else
     follow_width: Callable[[Any, int], dict[str, Any]] = _nothing_else

@@ -15,10 +15,6 @@ def _variant(family: Family, config: Any) -> Family:
     return replace(family, attention=replace(family.attention, head_norms=norms, gains_each_head=True))
 
 
-def _unfused(fused: Any) -> dict[str, Any]:
-    return {"attention_bias": fused.qkv_bias or fused.o_bias}
-
-
 COHERE = replace(
     LLAMA,
     name="Cohere",
@@ -32,7 +28,6 @@ COHERE = replace(
     adds_in_turn=True,
     logit_scale=Factor("logit_scale"),
     variant=_variant,
-    unfused=_unfused,
 )
 
 

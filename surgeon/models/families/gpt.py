@@ -27,10 +27,6 @@ def _gpt2_attention_scale(config: Any) -> float | None:
     return 1.0
 
 
-def _gpt2_unfused(fused: Any) -> dict[str, Any]:
-    return {"scale_attn_weights": fused.attention_scaling != 1.0 or fused.head_dim == 1}
-
-
 GPT2 = Family(
     name="GPT-2",
     model_type="gpt2",
@@ -75,7 +71,6 @@ GPT2 = Family(
     heads_fill_stream=True,
     arguments=("past_key_values", "attention_mask", "encoder_hidden_states"),
     unsupported=_gpt2_unsupported,
-    unfused=_gpt2_unfused,
 )
 
 
@@ -85,11 +80,6 @@ def _follow(config: Any, sources: Sequence[int]) -> dict[str, Any]:
 
 def _gpt_neo_attention_scale(_: Any) -> float:
     return 1.0
-
-
-def _gpt_neo_unfused(fused: Any) -> dict[str, Any]:
-    kinds = ["local" if kind == "sliding_attention" else "global" for kind in fused.layer_types]
-    return {"attention_types": [[[kind], 1] for kind in kinds]}
 
 
 GPT_NEO = Family(
@@ -137,7 +127,6 @@ GPT_NEO = Family(
     heads_fill_stream=True,
     returns_tuple=True,
     follow=_follow,
-    unfused=_gpt_neo_unfused,
 )
 
 
@@ -156,10 +145,6 @@ def _rope(config: Any) -> dict[str, Any]:
     if int(features * part) < turned:  # it was rounded down
         part = math.nextafter(part, 1.0)
     return {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": part}
-
-
-def _gptj_unfused(fused: Any) -> dict[str, Any]:
-    return {"rotary_dim": int(fused.head_dim * fused.rope_parameters["partial_rotary_factor"])}
 
 
 GPTJ = replace(
@@ -202,17 +187,12 @@ GPTJ = replace(
     heads_fill_stream=True,
     returns_tuple=True,
     unsupported=_gptj_unsupported,
-    unfused=_gptj_unfused,
 )
 
 
 def _gpt_neox_variant(family: Family, config: Any) -> Family:
     """Some models of the family run attention and MLP one after the other."""
     return replace(family, steps_per_layer=1 if config.use_parallel_residual else 2)
-
-
-def _gpt_neox_unfused(fused: Any) -> dict[str, Any]:
-    return {"use_parallel_residual": fused.parallel_residual, "attention_bias": fused.qkv_bias or fused.o_bias}
 
 
 GPT_NEOX = Family(
@@ -255,7 +235,6 @@ GPT_NEOX = Family(
     heads_fill_stream=True,
     steps_per_layer=1,
     variant=_gpt_neox_variant,
-    unfused=_gpt_neox_unfused,
 )
 
 
@@ -294,18 +273,6 @@ def _falcon_variant(family: Family, config: Any) -> Family:
     return replace(family, attention=attention, mlp=mlp, steps_per_layer=steps, kv_heads=1 if one else "num_kv_heads")
 
 
-def _falcon_unfused(fused: Any) -> dict[str, Any]:
-    kv_heads = fused.num_key_value_heads
-    beside = fused.parallel_residual
-    return {
-        "bias": fused.qkv_bias or fused.o_bias or fused.up_bias or fused.down_bias,
-        "new_decoder_architecture": beside,  # which has room for all norms that there may be
-        "parallel_attn": beside,
-        "num_kv_heads": kv_heads,
-        "multi_query": kv_heads == 1,
-    }
-
-
 FALCON = replace(
     GPT_NEOX,
     name="Falcon",
@@ -339,5 +306,4 @@ FALCON = replace(
     returns_tuple=True,
     unsupported=_falcon_unsupported,
     variant=_falcon_variant,
-    unfused=_falcon_unfused,
 )

@@ -12,12 +12,6 @@ from surgeon.models.families.base import Factor, Family, Growth
 from surgeon.models.families.specs import MixtureSpec, Projection, SublayerSpec
 from surgeon.models.routing import Routing
 
-
-def _llama_unfused(fused: Any) -> dict[str, Any]:
-    biases = {"attention_bias": fused.qkv_bias or fused.o_bias, "mlp_bias": fused.up_bias or fused.down_bias}
-    return biases | {"use_sliding_window": fused.sliding_window is not None}
-
-
 LLAMA = Family(
     name="Llama",
     model_type="llama",
@@ -51,7 +45,6 @@ LLAMA = Family(
     intermediate="intermediate_size",
     gated=True,
     rotary=True,
-    unfused=_llama_unfused,
 )
 
 
@@ -98,11 +91,6 @@ def _logit_scale(config: Any) -> float | None:
     return 1 / scaling
 
 
-def _granite_unfused(fused: Any) -> dict[str, Any]:
-    factors = {"attention_multiplier": fused.attention_scaling, "logits_scaling": 1 / fused.logit_scale}
-    return LLAMA.unfused(fused) | factors
-
-
 GRANITE = replace(
     LLAMA,
     name="Granite",
@@ -113,12 +101,7 @@ GRANITE = replace(
     output_scale=Factor("residual_multiplier"),
     logit_scale=_logit_scale,
     unsupported=_granite_unsupported,
-    unfused=_granite_unfused,
 )
-
-
-def _seed_oss_unfused(fused: Any) -> dict[str, Any]:
-    return LLAMA.unfused(fused) | {"attention_bias": fused.qkv_bias, "attention_out_bias": fused.o_bias}
 
 
 SEED_OSS = replace(
@@ -127,12 +110,7 @@ SEED_OSS = replace(
     model_type="seed_oss",
     summary=("Llama's layout, with heads of a width of their own, biases to configure, and dropout inside sublayers."),
     module_dropout="residual_dropout",
-    unfused=_seed_oss_unfused,
 )
-
-
-def _starcoder2_unfused(fused: Any) -> dict[str, Any]:
-    return {"use_bias": fused.qkv_bias or fused.o_bias or fused.up_bias or fused.down_bias}
 
 
 STARCODER2 = replace(
@@ -153,7 +131,6 @@ STARCODER2 = replace(
     module_dropout="residual_dropout",
     embedding_dropout="embedding_dropout",
     window="sliding_window",
-    unfused=_starcoder2_unfused,
 )
 
 
@@ -188,10 +165,6 @@ def _unfusable(config: Any) -> str | None:
     return None
 
 
-def _stablelm_unfused(fused: Any) -> dict[str, Any]:
-    return {"use_qkv_bias": fused.qkv_bias, "use_parallel_residual": fused.parallel_residual}
-
-
 STABLELM = replace(
     LLAMA,
     name="StableLM",
@@ -206,7 +179,6 @@ STABLELM = replace(
     heads_fill_stream=True,
     variant=_stablelm_variant,
     unfusable=_unfusable,
-    unfused=_stablelm_unfused,
 )
 
 

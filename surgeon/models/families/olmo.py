@@ -14,10 +14,6 @@ def _bound(config: Any) -> float | None:
     return float(config.clip_qkv)
 
 
-def _unfused(fused: Any) -> dict[str, Any]:
-    return LLAMA.unfused(fused) | {"clip_qkv": fused.clip_qkv}
-
-
 OLMO = replace(
     LLAMA,
     name="OLMo",
@@ -26,7 +22,6 @@ OLMO = replace(
     norm_kind="plain",
     norm_epsilon=1e-5,
     bound=_bound,
-    unfused=_unfused,
 )
 
 

@@ -34,15 +34,6 @@ def _follow_width(config: Any, width: int) -> dict[str, Any]:
     return {}
 
 
-def _unfused(fused: Any) -> dict[str, Any]:
-    biases = fused.qkv_bias or fused.o_bias or fused.up_bias or fused.down_bias
-    return {
-        "enable_bias": biases,
-        "word_embed_proj_dim": fused.hidden_size,
-        "layer_norm_elementwise_affine": fused.norm != "plain",
-    }
-
-
 OPT = Family(
     name="OPT",
     model_type="opt",
@@ -84,6 +75,5 @@ OPT = Family(
     follow_width=_follow_width,
     unsupported=_unsupported,
     unfusable=_unfusable,
-    unfused=_unfused,
     variant=_variant,
 )

@@ -9,7 +9,7 @@ from pkgutil import iter_modules
 
 from surgeon.models.families.base import Family
 
-_NOT_OF_ONE_ARCHITECTURE = ("base", "fused", "mixtures", "nearest", "positions", "registry", "specs")
+_NOT_OF_ONE_ARCHITECTURE = ("base", "fused", "mixtures", "positions", "registry", "specs")
 
 
 def _described() -> Iterator[Family]:

@@ -5,12 +5,8 @@ matrix W, (out, in), what lies in the first r of them: U_r (U_r' W). They differ
 
     plain        the singular vectors of W: what is left out of the weights is smallest
     activation   those of W diag(m^alpha), m the mean size of each input (ASVD, Yuan et al. 2023, section 3.2)
-    fisher       those of W diag(sqrt(f)), f the squared gradients of the loss by the weights of each input, summed
-                 over outputs (FWSVD, Hsu et al. 2022, equation 6)
     whitened     those of W S with S S' = X'X: what is left out of the outputs X W' is smallest (SVD-LLM, Wang et al.
                  2025, section 3.1)
-    features     the eigenvectors of W X'X W', the principal components of the outputs (AFM, Yu and Wu 2023, without
-                 the mean, which two factors cannot hold): the same directions as whitened ones by another road
 
 Where D is what W is multiplied by and W D = U diag(s) V', U_r (U_r' W) equals the published U_r diag(s_r) V_r' inv(D)
 but needs no inverse of D, which may have none, or one of few digits (COALA, Parkina et al. 2025, does without it in the
@@ -39,15 +35,9 @@ from surgeon.models.weights.matrix import WeightMatrix
 from surgeon.models.weights.whitening import SecondMoment, whiten
 
 METHODS: tuple[Method, ...] = get_args(Method)
-Need = Literal["moment", "magnitude", "gradients"]
+Need = Literal["moment", "magnitude"]
 # What each method has to know of the text that a model is calibrated on.
-NEEDS: dict[Method, Need | None] = {
-    "plain": None,
-    "activation": "magnitude",
-    "fisher": "gradients",
-    "whitened": "moment",
-    "features": "moment",
-}
+NEEDS: dict[Method, Need | None] = {"plain": None, "activation": "magnitude", "whitened": "moment"}
 ALPHA = 0.5  # of activation: that of ASVD's experiments
 
 # X'X has 16 digits, so that its factor S has 8: smaller singular values of W S, next to the largest, are rounding.
@@ -64,12 +54,10 @@ class Statistics:
     Attributes:
         moment: X'X.
         magnitude: the mean of |x|, (in,).
-        gradients: squares of the loss's gradients by the weights of each input, summed over outputs and texts, (in,).
     """
 
     moment: SecondMoment | None = None
     magnitude: Tensor | None = None
-    gradients: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -108,8 +96,8 @@ def decomposer(method: Method, statistics: Statistics | None = None, alpha: floa
     given = getattr(known, need)
     assert given is not None, f"{method} needs the {need} of the inputs"
     if need == "moment":
-        return partial(principal_components if method == "features" else decompose, weighing=whiten(given).factor)
-    return partial(decompose, weighing=given.double().sqrt() if method == "fisher" else given.double() ** alpha)
+        return partial(decompose, weighing=whiten(given).factor)
+    return partial(decompose, weighing=given.double() ** alpha)
 
 
 def decompose(matrix: Tensor, weighing: Tensor | None = None) -> Decomposition:
@@ -123,18 +111,22 @@ def decompose(matrix: Tensor, weighing: Tensor | None = None) -> Decomposition:
         matrix: W, (out, in).
         weighing: (in, any), or the diagonal of such a matrix, (in,).
     """
-    left, values = _left_singular(_weighed(matrix, weighing))
-    return _decomposition(matrix, left, values, plain=weighing is None)
-
-
-def _weighed(matrix: Tensor, weighing: Tensor | None) -> Tensor:
-    """W as it is, or what weighs its inputs multiplied in, in float64."""
-    if weighing is None:
-        return matrix
-    weighing = weighing.to(matrix.device)
-    if weighing.dim() == 2:
-        return matrix.double() @ weighing
-    return matrix.double() * weighing
+    full_rank = min(matrix.shape)
+    weighed = matrix
+    if weighing is not None:
+        weighing = weighing.to(matrix.device)
+        weighed = matrix.double() @ weighing if weighing.dim() == 2 else matrix.double() * weighing
+    left, values = _left_singular(weighed)
+    values = values[:full_rank]
+    reached = full_rank
+    if weighing is not None:
+        reached = int((values > _ROUNDING * values[0]).sum()) if len(values) else 0
+    left = left[:, :reached]
+    if left.shape[1] < full_rank:
+        left = _completed(matrix.double(), left)
+    padded = np.zeros(full_rank)
+    padded[: len(values)] = values.cpu().numpy()
+    return Decomposition(padded, left[:, :full_rank], reached)
 
 
 def _left_singular(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,33 +186,6 @@ def _blocks(matrix: Tensor) -> Iterator[tuple[slice, Tensor]]:
         yield rows, matrix[rows].double()
 
 
-def principal_components(matrix: Tensor, weighing: Tensor) -> Decomposition:
-    """The eigenvectors of the second moment of W's outputs, and the roots of its eigenvalues.
-
-    Args:
-        weighing: a factor of the second moment of its inputs, (in, rank).
-    """
-    weighed = _weighed(matrix, weighing)
-    eigenvalues, vectors = torch.linalg.eigh(weighed @ weighed.T)
-    rank = weighing.shape[1]
-    return _decomposition(matrix, vectors.flip(1)[:, :rank], eigenvalues.flip(0)[:rank].clamp_min(0).sqrt())
-
-
-def _decomposition(matrix: Tensor, left: Tensor, values: Tensor, plain: bool = False) -> Decomposition:
-    full_rank = min(matrix.shape)
-    left = left[:, :full_rank]
-    values = values[:full_rank]
-    reached = full_rank
-    if not plain:
-        reached = int((values > _ROUNDING * values[0]).sum()) if len(values) else 0
-        left = left[:, :reached]
-    if left.shape[1] < full_rank:
-        left = _completed(matrix.double(), left)
-    padded = np.zeros(full_rank)
-    padded[: len(values)] = values.cpu().numpy()
-    return Decomposition(padded, left[:, :full_rank], reached)
-
-
 def _completed(matrix: Tensor, left: Tensor) -> Tensor:
     """Further orthonormal columns for what of the matrix the given ones do not span."""
     rest = matrix - left @ (left.T @ matrix)
@@ -258,12 +223,7 @@ def factors_by(matrix: Tensor, left: Tensor, rank: int) -> Factors:
     factors = Factors(first, leading * roots)
     if leading.shape[1] == rank:
         return factors
-    return _padded(factors, rank)
-
-
-def _padded(factors: Factors, rank: int) -> Factors:
-    """The same factors with zeros up to a rank."""
-    missing = rank - len(factors.first)
+    missing = rank - len(factors.first)  # rows and columns of zeros
     pad = torch.nn.functional.pad
     return Factors(pad(factors.first, (0, 0, 0, missing)), pad(factors.second, (0, missing)))
 

@@ -52,15 +52,12 @@ class Groups:
         self.groups: list[Group] = []
         self._places: dict[tuple[Sublayer, int | None], int] = {}
         for (layers, count), by_kind in variants.items():
-            self._add(layers, count, by_kind)
-
-    def _add(self, layers: tuple[int, ...], count: int | None, by_kind: dict[str, list[Sublayer]]) -> None:
-        for index in range(max(map(len, by_kind.values()))):
-            used = frozenset(kind for kind in KINDS if index < len(by_kind[kind]))
-            held = {kind: by_kind[kind][index] if kind in used else Sublayer(kind, layers) for kind in KINDS}
-            for kind in used:
-                self._places[held[kind], count] = len(self.groups)
-            self.groups.append(Group(layers, count, held, used))
+            for index in range(max(map(len, by_kind.values()))):
+                used = frozenset(kind for kind in KINDS if index < len(by_kind[kind]))
+                held = {kind: by_kind[kind][index] if kind in used else Sublayer(kind, layers) for kind in KINDS}
+                for kind in used:
+                    self._places[held[kind], count] = len(self.groups)
+                self.groups.append(Group(layers, count, held, used))
 
     def place(self, sublayer: Sublayer) -> int:
         """The number of the layer that holds a sublayer."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -30,7 +30,6 @@ from surgeon.runtime.model.phase import Phase
 from surgeon.runtime.model.rank_model import RankModel, Results, Way
 from surgeon.runtime.model.recorded import RecordedDecode
 from surgeon.runtime.model.static_decode import StaticDecode
-from surgeon.runtime.model.thread_choice import ThreadChoice
 from surgeon.runtime.plan.memory import cache_groups
 from surgeon.runtime.plan.specification import Plan
 
@@ -74,21 +73,14 @@ class RankEngine:
         if plan.draft is not None:
             self.drafter = RankEngine(plan.draft.plan, collectives, device, [self, *beside])
         self._lent: WeakKeyDictionary[PagedCache, PagedCache] = WeakKeyDictionary()  # to the drafter
-        self._threads = self._thread_choice()
-        self._since: float | None = None
-        self._reusable: tuple[PagedCache, bool] | None = None  # whether it is grouped
-
-    def _thread_choice(self) -> ThreadChoice | None:
-        """How many threads PyTorch's operations have, None for one; the kernels always have all of them."""
-        threads = torch.get_num_threads()
         kernels = kernels_for(self.model.vocabulary.like)
         if kernels is not None:
-            kernels.use_threads(threads)
-            if self.model.by_kernels:
-                return None
-        # Of several ranks none can tell by its own passes: they take as long as the slowest rank's.
-        chooses = self.device.type == "cpu" and self.plan.ranks == 1 and kernels is None
-        return ThreadChoice(threads if chooses else 1)
+            kernels.use_threads(torch.get_num_threads())
+        # Where kernels compute all that takes long, short operations of PyTorch's on several threads would wait until a
+        # process that has the core of one gives it back.
+        self._one_thread = kernels is not None and self.model.by_kernels
+        self._since: float | None = None
+        self._reusable: tuple[PagedCache, bool] | None = None  # whether it is grouped
 
     def new_cache(self, blocks: int, texts: int = 1, grouped: bool = False) -> PagedCache:
         """An empty cache for the attentions of this rank's work.
@@ -193,7 +185,7 @@ class RankEngine:
         begun = self.model.passes
         self.model.counts = phase
         tokens = sum(len(row.tokens) for row in rows)
-        with torch_threads(1) if self._threads is None else self._threads.during_pass(tokens):
+        with torch_threads(1) if self._one_thread else nullcontext():
             yield
         self._since = time.perf_counter()
         phase.seconds += self._since - began

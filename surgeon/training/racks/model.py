@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from surgeon.checkpoint.codas import Coda
-from surgeon.checkpoint.header import read_header
+from surgeon.checkpoint.tensor_file import read_header
 from surgeon.checkpoint.training import layers_by_recipe
 from surgeon.errors import first_line
 from surgeon.exports.on_demand import build_empty

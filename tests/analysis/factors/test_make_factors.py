@@ -129,24 +129,15 @@ def test_an_update_leaves_alone_what_inputs_do_not_reach(windows: Windows, tmp_p
     assert errors[True] == pytest.approx(least, rel=1e-3, abs=1e-5)
 
 
-def test_activation_and_fisher_weigh_inputs(tmp_path: Path) -> None:
+def test_activation_weighs_inputs(tmp_path: Path) -> None:
     model = tiny_model("llama", 2)
-    plan = plan_of("A0@q5 F0 A1 F1@up7")
-    methods = dict(zip(plan.makings, (Making("activation", 0.7), Making("fisher")), strict=True))
-    found = made(tmp_path / "out", model, replace(plan, makings=methods))
-    q, up = plan.makings
+    plan = plan_of("A0@q5 F0 A1 F1")
+    (q,) = plan.makings
+    found = made(tmp_path / "out", model, replace(plan, makings={q: Making("activation", 0.7)}))
     place = places("llama", model, 0)["q"]
     (seen,) = inputs_of(model, [place[0]], TEXT.ids)
     weighing = np.abs(seen).mean(0) ** 0.7
     np.testing.assert_allclose(product(found, q), weighed(matrix_of(place), weighing, 5), rtol=1e-4, atol=1e-5)
-    place = places("llama", model, 1)["up"]
-    squares = np.zeros(place[0].weight.shape[1])
-    for window in TEXT.ids:
-        model.zero_grad()
-        model(input_ids=window[None], labels=window[None]).loss.backward()
-        squares += (place[0].weight.grad.double() ** 2).sum(0).numpy()
-    np.testing.assert_allclose(product(found, up), weighed(matrix_of(place), np.sqrt(squares), 7), rtol=1e-3, atol=1e-4)
-    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 def weighed(matrix: Array, weighing: Array, rank: int) -> Array:
@@ -208,7 +199,7 @@ def test_what_was_killed_goes_on_with_equal_results(
     model = tiny_model("llama", 2)
     program = f"A0{AT[0]} F0{AT[1]} A1{AT[0]} F1{AT[1]}"
     plan = replace(plan_of(program, sequential=sequential))
-    plan = replace(plan, makings=plan.makings | {target_named(plan, f"k of A1{AT[0]}"): Making("fisher")})
+    plan = replace(plan, makings=plan.makings | {target_named(plan, f"k of A1{AT[0]}"): Making("activation")})
     whole = made(tmp_path / "whole", model, plan)
     write, written = making_module.write_factors, 0
 
@@ -234,7 +225,7 @@ def test_what_was_killed_goes_on_with_equal_results(
     with pytest.raises(ValueError, match="holds a factors of another calibration text"):
         made(tmp_path / "out", model, plan, text(9, 12, 7))
     with pytest.raises(ValueError, match="holds a factors of another methods"):
-        made(tmp_path / "out", model, plan_of(program, "features", sequential=sequential))
+        made(tmp_path / "out", model, plan_of(program, "activation", sequential=sequential))
 
 
 def test_a_streamed_model_gets_the_same_factors(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -245,9 +236,6 @@ def test_a_streamed_model_gets_the_same_factors(tiny_checkpoint: Path, tmp_path:
     streamed = made(tmp_path / "streamed", load_streamed(tiny_checkpoint), plan, memory=4 << 30)
     for target in plan.makings:
         np.testing.assert_allclose(product(streamed, target), product(whole, target), rtol=1e-6, atol=1e-7)
-    fisher = plan_of("A0@q5 F0", "fisher")
-    with pytest.raises(ValueError, match="gradients go through the whole model"):
-        made(tmp_path / "fisher", load_streamed(tiny_checkpoint), fisher)
 
 
 def test_short_texts_are_said(tmp_path: Path) -> None:
@@ -302,26 +290,6 @@ def test_files_that_do_not_fit_are_refused_and_missing_ones_made_again(tmp_path:
     with pytest.warns(UserWarning, match=r"A0\.q5\.safetensors is damaged; it is made again"):
         made(tmp_path, model, plan)
     assert file.read_bytes() == before
-
-
-def test_gradients_of_something_else_are_not_gone_on_with(tmp_path: Path) -> None:
-    """A journal that was removed, as its messages advise, leaves them behind."""
-    plan, file = plan_of("A0@q5 F0", "fisher"), tmp_path / "gradients.safetensors"
-    made(tmp_path, tiny_model("llama", 2), plan)
-    own = (tmp_path / "A0.q5.safetensors").read_bytes()
-    for name in ("journal.jsonl", "factors.json"):
-        (tmp_path / name).unlink()
-    with pytest.warns(
-        UserWarning, match=r"gradients\.safetensors cannot be gone on with \(it is of another model, text"
-    ):
-        made(tmp_path, tiny_model("llama", 2), plan, text(9, 12, 7))
-    assert (tmp_path / "A0.q5.safetensors").read_bytes() != own
-    (tmp_path / "journal.jsonl").unlink()
-    file.write_bytes(file.read_bytes()[:50])
-    journal = pytest.warns(UserWarning, match=r"journal\.jsonl is gone or empty, which factors\.json was made from")
-    with journal, pytest.warns(UserWarning, match=r"gradients\.safetensors cannot be gone on with"):
-        made(tmp_path, tiny_model("llama", 2), plan)
-    assert (tmp_path / "A0.q5.safetensors").read_bytes() == own
 
 
 RECIPE = """\

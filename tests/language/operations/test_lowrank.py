@@ -145,7 +145,7 @@ def test_recipes_say_ranks_and_how_values_are_made() -> None:
     ("given", "said"),
     [
         ("keep: 0", "recipe:4: lowrank: keep must be more than 0 and at most 1, not 0"),
-        ("keep: 0.5, method: magic", "recipe:4: lowrank: method: Input should be 'plain', 'activation', 'fisher'"),
+        ("keep: 0.5, method: magic", "recipe:4: lowrank: method: Input should be 'plain', 'activation' or 'whitened'"),
         ("keep: 0.5, weights: [w]", "recipe:4: lowrank: weights.0: Input should be 'q', 'g', 'k'"),
         ("ranks: {w: 3}", "recipe:4: lowrank: ranks.w: Input should be 'q', 'g', 'k'"),
         (

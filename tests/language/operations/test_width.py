@@ -64,7 +64,7 @@ def test_shares_of_parameters_are_of_what_is_left() -> None:
         (DENSE, {"heads": 1, "by": "wanda", "seed": 3}, "seed 3 is of a choice at random; give by: random, or leave"),
         (DENSE, {"heads": 1, "seed": 0}, "seed 0 is of a choice at random"),
         (DENSE, {"heads": 1, "by": "random", "calibration": {"data": "a.txt"}}, "by random goes by no text; leave cal"),
-        (DENSE, {"heads": 1, "by": "magnitude", "calibration": {}}, "or give by: activation, wanda or taylor"),
+        (DENSE, {"heads": 1, "by": "magnitude", "calibration": {}}, "or give by: activation or wanda"),
         ("A0#2 F0", {"heads": 1}, "layers 0:1 overlap with what an earlier operation changed: A0#2 is narrow already"),
         ("A0~A1 F0", {"heads": 1}, "A0~A1#1 cannot be: KV groups are chosen in each layer by itself"),
         ("A0/2:0 F0", {"heads": 3}, "the 3 KV groups of A0#3/2:0 do not divide into 2 slices"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -67,18 +67,14 @@ def _is_held(scheme: Scheme, parts: Mapping[str, str], store: Store) -> bool:
 
 def _by_module(store: Store, scheme: Scheme) -> dict[str, dict[str, str]]:
     """What modules have of a scheme's tensors: names by ending."""
-    endings = _longest_first((*scheme.needed, *scheme.optional))
+    # The longest first, so that ".weight.absmax" is not taken for ".absmax".
+    endings = sorted((*scheme.needed, *scheme.optional), key=len, reverse=True)
     found: dict[str, dict[str, str]] = {}
     for name in store.names():
         ending = next((one for one in endings if name.endswith(one)), None)
         if ending is not None:
             found.setdefault(name.removesuffix(ending), {})[ending] = name
     return found
-
-
-def _longest_first(endings: Collection[str]) -> list[str]:
-    """So that ".weight.absmax" is not taken for ".absmax"."""
-    return sorted(endings, key=len, reverse=True)
 
 
 def _refuse_the_rest(store: Store, found: Mapping[str, Quantised], why: str) -> None:
