@@ -302,12 +302,13 @@ def read_prompts(given: Sequence[str], file: Path | None) -> dict[str, str]:
         FileNotFoundError, OSError: if the file cannot be read.
         ValueError: if there are none, the file is not text, or a row of it has none.
     """
-    from surgeon.quality.tables import is_table, read_table
-    from surgeon.quality.text_files import read_pieces
+    from surgeon.quality.tables import is_table, open_table, read_column
+    from surgeon.quality.text_files import Reading, read_pieces
 
     prompts = {f"--prompt {number}": prompt for number, prompt in enumerate(given, start=1)}
     if file is not None and is_table(file):
-        for number, (where, text) in enumerate(read_table(file, "prompt"), start=1):
+        rows = read_column(open_table(file, "prompt", Reading()), Reading())
+        for number, (where, text) in enumerate(rows, start=1):
             if text is None:  # to leave it out would shift what is written for the others
                 raise ValueError(f"{where}: the row has no 'prompt'; every row needs one")
             prompts[f"{file}: prompt {number}"] = text

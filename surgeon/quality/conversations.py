@@ -24,7 +24,7 @@ from typing import Any
 
 from surgeon.checkpoint.messages import REFUSALS, Message, differs, plain_message, with_calls_written, without_keys
 from surgeon.errors import first_line, shown
-from surgeon.quality.sources import table_rows
+from surgeon.quality.sources import open_rows
 from surgeon.quality.tables import Row
 from surgeon.quality.text_files import Reading, lone_surrogate
 from surgeon.words import plural
@@ -83,10 +83,10 @@ def read_conversations(
         ValueError: as `ConversationTokenizer`; or if a row is damaged, or no row has an answer to train on.
     """
     reading = reading or Reading()
-    found = table_rows(data, reading)
-    if found is None:
+    table = open_rows(data, reading)
+    if table is None:
         return None
-    column, rows = found
+    rows, _, column, _ = table
     first = list(islice(rows, 1))
     columns: tuple[str, ...] = ()
     if first:

@@ -16,7 +16,7 @@ from typing import Any
 from surgeon.checkpoint.offline import without_retries
 from surgeon.errors import first_line
 from surgeon.named import is_path, on_disk
-from surgeon.quality.tables import JSON_LINES, PARQUET, Row, is_table, read_column, read_rows, read_table
+from surgeon.quality.tables import JSON_LINES, PARQUET, Row, TextRows, is_table, open_table, read_column, without_nulls
 from surgeon.quality.text_files import Reading, ending, is_packed, read_pieces
 
 DEMO = "demo"
@@ -54,21 +54,23 @@ def documents(
         for file in files_in(data):
             yield from documents(str(file), separator, reading, by_row)
         return
-    path, column = file_and_column(data)
-    is_text = path is not None and not is_table(path)
+    table = open_rows(data, reading, whole_rows=False)
+    is_text = table is None and data not in (DEMO, DEMO_TRAINING)
     texts: Iterable[Iterable[str]]  # each in pieces
-    if path is not None and is_text:
+    path = None
+    if table is not None:
+        filled = (text for _, text in read_column(table, reading) if text is not None)
+        texts = ([text] for text in (filled if separator is not None or by_row else _joined(filled)))
+    elif is_text:
+        path, column = file_and_column(data)
+        assert path is not None
         if column is not None:
             raise ValueError(f"{path} is read as a text file, which has no columns; drop :{column}")
         texts = [read_pieces(path, reading)]
-    elif path is None and data in (DEMO, DEMO_TRAINING):
+    else:
         from surgeon.demo import demo_data, demo_training_data
 
         texts = ([text] for text in (demo_data() if data == DEMO else demo_training_data()))
-    else:
-        rows = _dataset_rows(data, reading) if path is None else read_table(path, column, reading)
-        filled = (text for _, text in rows if text is not None)
-        texts = ([text] for text in (filled if separator is not None or by_row else _joined(filled)))
     for pieces in texts:
         if separator is not None:
             yield from ([part] for part in _split(pieces, separator, reading))
@@ -186,8 +188,11 @@ def _joined(rows: Iterable[str]) -> Iterator[str]:
         yield ROW_SEPARATOR.join(piece)
 
 
-def table_rows(data: str, reading: Reading) -> tuple[str | None, Iterator[tuple[str, Row]]] | None:
-    """The rows of a table or a dataset, each with where it stands, and the column that is named; None of other text.
+def open_rows(data: str, reading: Reading, whole_rows: bool = True) -> TextRows | None:
+    """The rows of a table or a dataset; None of other text.
+
+    Args:
+        whole_rows: as `open_table` takes it.
 
     Raises:
         FileNotFoundError: if there is no such file or dataset.
@@ -196,47 +201,17 @@ def table_rows(data: str, reading: Reading) -> tuple[str | None, Iterator[tuple[
     if is_folder(data):
         return None
     path, column = file_and_column(data)
-    if path is not None:
-        if not is_table(path):
-            return None
-        rows = read_rows(path, reading)
-        return column, (_without_nulls(rows) if ending(path) == PARQUET else rows)
-    if data in (DEMO, DEMO_TRAINING):
+    if path is not None and is_table(path):
+        return open_table(path, column, reading, whole_rows)
+    if path is not None or data in (DEMO, DEMO_TRAINING):
         return None
-    name, *_, column = _parts(data)
-    located = ((f"{name}: row {number}", row) for number, row in enumerate(_open_dataset(data), start=1))
-    return column or None, _without_nulls(located)
+    name, config, split, chosen = (data.split(":", 3) + [""] * 3)[:4]
+    rows = _open_dataset(data, name, config, split)
+    located = ((f"{name}: row {number}", without_nulls(row)) for number, row in enumerate(rows, start=1))
+    return TextRows(located, f"dataset {name}", chosen or None, f"{name}:{config}:{split}:{{column}}")
 
 
-def _without_nulls(rows: Iterable[tuple[str, Row]]) -> Iterator[tuple[str, Row]]:
-    """Rows of Arrow, where each object in a column has the keys of all of them, without those that are null."""
-    for where, row in rows:
-        yield where, {name: _without_null_keys(value) for name, value in row.items()}
-
-
-def _without_null_keys(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_null_keys(each) for name, each in value.items() if each is not None}
-    if isinstance(value, list):
-        return [_without_null_keys(each) for each in value]
-    return value
-
-
-def _parts(data: str) -> list[str]:
-    """Name, configuration, split and column of a dataset, "" for what is not said."""
-    parts = data.split(":", 3)
-    return parts + [""] * (4 - len(parts))
-
-
-def _dataset_rows(data: str, reading: Reading) -> Iterator[tuple[str, str | None]]:
-    """The text column of a dataset, read as a stream."""
-    name, config, split, column = _parts(data)
-    located = ((f"{name}: row {number}", row) for number, row in enumerate(_open_dataset(data), start=1))
-    return read_column(located, f"dataset {name}", column or None, reading, f"{name}:{config}:{split}:{{column}}")
-
-
-def _open_dataset(data: str) -> Iterator[Row]:
-    name, config, split, _ = _parts(data)
+def _open_dataset(data: str, name: str, config: str, split: str) -> Iterator[Row]:
     import datasets
 
     try:

@@ -9,10 +9,9 @@ without text are counted.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from surgeon.errors import first_line, shown
 from surgeon.quality.text_files import Reading, ending, is_packed, lone_surrogate, read_json_lines
@@ -29,17 +28,84 @@ Row = dict[str, Any]
 
 
 def is_table(path: Path) -> bool:
-    """Whether a file's name says that it has rows and columns: what `read_table` reads."""
+    """Whether a file's name says that it has rows and columns: what `open_table` reads."""
     return ending(path) in (*JSON_LINES, PARQUET)
 
 
-def read_table(
-    path: Path, column: str | None = None, reading: Reading | None = None
-) -> Iterator[tuple[str, str | None]]:
-    """One column of a .jsonl, .json (one object a line) or .parquet file, as a stream.
+class TextRows(NamedTuple):
+    """Rows of a file or a dataset.
+
+    Attributes:
+        rows: each with where it stands, as a stream.
+        source: what they are from, for error messages.
+        column: that a user has named.
+        how: how a user says which column is meant.
+    """
+
+    rows: Iterator[tuple[str, Row]]
+    source: str
+    column: str | None = None
+    how: str = "{source}:{column}"
+
+
+def open_table(path: Path, column: str | None, reading: Reading, whole_rows: bool = True) -> TextRows:
+    """The rows of a .jsonl, .json (one object a line) or .parquet file; errors come as rows are asked for.
 
     Args:
-        column: by default the column named text, or else the only one that holds strings.
+        whole_rows: else only the column that is named, or text, of a parquet file that has it.
+
+    Raises:
+        ValueError: if a row is damaged, with file and line.
+    """
+    if ending(path) == PARQUET:
+        return TextRows(_parquet_rows(path, None if whole_rows else column or TEXT_COLUMN), str(path), column)
+    rows = ((f"{path}:{number}", row) for number, row in read_json_lines(path, reading))
+    return TextRows(rows, str(path), column)
+
+
+def _parquet_rows(path: Path, wanted: str | None) -> Iterator[tuple[str, Row]]:
+    import pyarrow  # type: ignore[import-untyped]
+    from pyarrow import parquet
+
+    if is_packed(path):
+        raise ValueError(f"{path} is compressed as a whole, and parquet is so within; unpack it (gunzip {path})")
+    row = 0
+    which = " is"
+    try:
+        file = parquet.ParquetFile(path)
+        columns = None
+        if wanted in file.schema_arrow.names:
+            columns = [wanted]
+            which = f": column {wanted!r} is"
+        for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=columns):
+            for values in batch.to_pylist():
+                row += 1
+                yield f"{path}: row {row}", without_nulls(values)
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = first_line(error)
+        raise ValueError(f"{path} is damaged or no parquet file ({reason}); copy it again") from error
+    except UnicodeDecodeError as error:
+        reason = f"not text in UTF-8 (byte {error.start} of a row behind row {row})"
+        raise ValueError(f"{path}{which} {reason}; mend that row") from error
+
+
+def without_nulls(row: Row) -> Row:
+    """A row of Arrow, where each object in a column has the keys of all of them, without those that are null."""
+    return {name: _without_null_keys(value) for name, value in row.items()}
+
+
+def _without_null_keys(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_null_keys(each) for name, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return [_without_null_keys(each) for each in value]
+    return value
+
+
+def read_column(table: TextRows, reading: Reading) -> Iterator[tuple[str, str | None]]:
+    """One column of rows: by default the one named text, or else the only one that holds strings.
+
+    Args:
         reading: is told the column, and how many rows have no text.
 
     Returns:
@@ -49,59 +115,7 @@ def read_table(
         ValueError: if a row is damaged or holds something else there (with file and line), no row has text there, or
             it is not clear which column is meant.
     """
-    reading = reading or Reading()
-    if ending(path) == PARQUET:
-        column = _parquet_column(path, column)
-        rows = read_rows(path, reading, [column])
-    else:
-        rows = read_rows(path, reading)
-    return read_column(rows, str(path), column, reading)
-
-
-def read_rows(path: Path, reading: Reading, columns: list[str] | None = None) -> Iterator[tuple[str, Row]]:
-    """The rows of a table, each with where it stands, as a stream.
-
-    Args:
-        columns: of a parquet file, which alone are read; None for all.
-
-    Raises:
-        ValueError: if a row is damaged, with file and line.
-    """
-    if ending(path) != PARQUET:
-        yield from ((f"{path}:{number}", row) for number, row in read_json_lines(path, reading))
-        return
-    row = 0
-    try:
-        with _parquet(path) as file:
-            for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=columns):
-                for values in batch.to_pylist():
-                    row += 1
-                    yield f"{path}: row {row}", values
-    except UnicodeDecodeError as error:
-        which = " is"
-        if columns:
-            which = f": column {columns[0]!r} is"
-        reason = f"not text in UTF-8 (byte {error.start} of a row behind row {row})"
-        raise ValueError(f"{path}{which} {reason}; mend that row") from error
-
-
-def read_column(
-    rows: Iterator[tuple[str, Row]],
-    source: str,
-    column: str | None,
-    reading: Reading,
-    how: str = "{source}:{column}",
-) -> Iterator[tuple[str, str | None]]:
-    """One column of rows, as `read_table` has it of a file.
-
-    Args:
-        rows: each with where it stands.
-        source: what they are from, for error messages.
-        how: how a user says which column is meant.
-
-    Raises:
-        ValueError: as `read_table`.
-    """
+    rows, source, column, how = table
     chosen = column or TEXT_COLUMN
     looked_at, is_whole = _look(rows, chosen)
     if not looked_at:
@@ -111,13 +125,14 @@ def read_column(
         place = f"{source} (its first {len(looked_at):,} rows)"
     is_guessed = column is None and chosen not in looked_at[-1][1]
     if is_guessed:
-        with_text = dict.fromkeys(name for _, row in looked_at for name in _of_text(row))
+        with_text = [*dict.fromkeys(name for _, row in looked_at for name in _of_text(row))]
         chats = dict.fromkeys(name for _, row in looked_at for name in row if _holds_messages(row[name]))
         chosen = _choose_column(place, with_text, source, chats, how)
         if not is_whole:
             reading.notes.append(f"column {chosen!r} is read, the only one of text in {place}")
     elif chosen not in looked_at[-1][1]:
-        raise _no_column(chosen, place, dict.fromkeys(name for _, row in looked_at for name in row))
+        names = dict.fromkeys(name for _, row in looked_at for name in row)
+        raise ValueError(f"{place} has no column {chosen!r}; the columns are {', '.join(names)}")
     reading.column = chosen
     has_text = False
     for where, row in chain(looked_at, rows):
@@ -165,11 +180,8 @@ def _holds_messages(value: Any) -> bool:
     return isinstance(first, dict) and not first.keys().isdisjoint(_ROLE_KEYS)
 
 
-def _choose_column(
-    place: str, with_text: Iterable[str], source: str, with_chats: Iterable[str], how: str = "{source}:{column}"
-) -> str:
-    """The column to read of `source`, by what was looked at of it, `place`; arguments as `read_column`."""
-    names = list(with_text)
+def _choose_column(place: str, names: list[str], source: str, with_chats: Iterable[str], how: str) -> str:
+    """The column to read of `source`, by what was looked at of it, `place`; `names` are those that hold text."""
     if TEXT_COLUMN in names:
         return TEXT_COLUMN
     for chat in with_chats:
@@ -186,49 +198,9 @@ def _choose_column(
     raise ValueError(f"{place} has several columns of text: {', '.join(names)}; say which one, as in {example}")
 
 
-def _no_column(column: str, place: str, names: Iterable[str]) -> ValueError:
-    return ValueError(f"{place} has no column {column!r}; the columns are {', '.join(names)}")
-
-
 def _checked(value: Any, where: str, column: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{where}: column {column!r} should hold text, not {shown(value)}; say another one if need be")
     if (surrogate := lone_surrogate(value)) is not None:
         raise ValueError(f"{where}: column {column!r} is not text in UTF-8 ({surrogate}); mend this row")
     return value
-
-
-@contextmanager
-def _parquet(path: Path) -> Iterator[Any]:
-    import pyarrow  # type: ignore[import-untyped]
-    from pyarrow import parquet
-
-    if is_packed(path):
-        raise ValueError(f"{path} is compressed as a whole, and parquet is so within; unpack it (gunzip {path})")
-    try:
-        yield parquet.ParquetFile(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        reason = first_line(error)
-        raise ValueError(f"{path} is damaged or no parquet file ({reason}); copy it again") from error
-
-
-def _parquet_column(path: Path, column: str | None) -> str:
-    """The column to read of a parquet file, whose schema says which have text."""
-    from pyarrow import types
-
-    with _parquet(path) as file:
-        schema = file.schema_arrow
-    if column is not None:
-        if column not in schema.names:
-            raise _no_column(column, str(path), schema.names)
-        return column
-    kinds = {each.name: each.type.value_type if types.is_dictionary(each.type) else each.type for each in schema}
-    strings = (types.is_string, types.is_large_string, types.is_string_view)
-    with_text = [name for name, kind in kinds.items() if name == TEXT_COLUMN or any(is_(kind) for is_ in strings)]
-    lists = {name: kind.value_type for name, kind in kinds.items() if types.is_list(kind) or types.is_large_list(kind)}
-    with_chats = [
-        name
-        for name, kind in lists.items()
-        if types.is_struct(kind) and not _ROLE_KEYS.isdisjoint(field.name for field in kind)
-    ]
-    return _choose_column(str(path), with_text, str(path), with_chats)

@@ -12,7 +12,7 @@ from pyarrow import parquet
 
 from surgeon.quality import tables
 from surgeon.quality.data import load_windows
-from surgeon.quality.tables import read_table
+from surgeon.quality.tables import open_table, read_column
 from surgeon.quality.text_files import Reading
 from tests.quality.written import Row, texts, write_jsonl
 from tests.tiny_models import tiny_tokenizer
@@ -103,7 +103,7 @@ def test_long_rows_are_looked_at_no_further_than_need_be(tmp_path: Path, monkeyp
     monkeypatch.setattr(tables, "_CHARACTERS_LOOKED_AT", 10)
     path = tmp_path / "rows.jsonl"
     path.write_text('{"content": "the quick brown fox"}\n' * 2 + "damaged")
-    rows = read_table(path)
+    rows = read_column(open_table(path, None, Reading()), Reading())
     assert next(rows) == (f"{path}:1", "the quick brown fox")
 
 
@@ -134,7 +134,7 @@ def test_a_nul_that_a_row_spells_out_is_a_character(write: Write) -> None:
 def test_a_parquet_column_of_categories_is_text(tmp_path: Path) -> None:
     column = pa.array(["a", "b", "a"]).dictionary_encode()
     parquet.write_table(pa.table({"kind": column, "n": [1, 2, 3]}), tmp_path / "rows.parquet")
-    assert [text for _, text in read_table(tmp_path / "rows.parquet")] == ["a", "b", "a"]
+    assert texts(tmp_path / "rows.parquet", "##") == ["a", "b", "a"]
 
 
 def test_damaged_parquet(tmp_path: Path) -> None:
