@@ -25,8 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 from surgeon.quality.head import OutputHead
-from surgeon.training.head_loss import HeadLoss, _KnownGradient, by_liger
-from surgeon.training.logits_loss import LogitsTask
+from surgeon.training.head_loss import HeadLoss, LogitsTask, _KnownGradient, by_liger
 from surgeon.training.packing import IGNORED
 
 Loss = Callable[[Tensor, OutputHead, LogitsTask], HeadLoss]

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # surgeon need not
 import surgeon
 from surgeon.errors import Diverged
 from surgeon.quality.summary import known_interval
-from surgeon.training.resume import run_folder
+from surgeon.training.run import run_folder
 from surgeon.training.run_log import HELD_OUT_FILE
 
 

@@ -149,8 +149,7 @@ def on_tasks(
     candidate: EditedModel, loaded: Tasks, settings: TaskSettings, device: str, output: Path | None, log_samples: bool
 ) -> tuple[dict[str, Any], list[Path]]:
     """lm-eval's results, and the files that have them."""
-    from surgeon.quality.tasks import run_tasks
-    from surgeon.quality.tasks_model import Answers, TaskModel
+    from surgeon.quality.tasks import Answers, TaskModel, run_tasks
 
     for note in loaded.notes:
         print(f"note: {note}", file=sys.stderr)

@@ -348,7 +348,7 @@ def heal(
         training_of,
     )
     from surgeon.training.model import train_model
-    from surgeon.training.resume import run_folder
+    from surgeon.training.run import run_folder
     from surgeon.training.texts import in_template, load_texts, texts_by_weight
 
     how = _settings(settings, racks is not None)

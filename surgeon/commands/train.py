@@ -90,7 +90,7 @@ def train(
     from surgeon.training.announce import announce, say, say_proof, say_stages
     from surgeon.training.arguments import join_processes, parse_trainer_arguments
     from surgeon.training.model import train_model
-    from surgeon.training.resume import run_folder
+    from surgeon.training.run import run_folder
     from surgeon.training.scratch.build import blueprint
     from surgeon.training.scratch.config import ScratchConfig, parse_config, read_config_file
     from surgeon.training.scratch.scale import parse_scale, scaled

@@ -2,19 +2,187 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 import os
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from lm_eval import evaluator
 from lm_eval.loggers.evaluation_tracker import GeneralConfigTracker
+from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 
+from surgeon.errors import shown
+from surgeon.processes.journal import Journal
+from surgeon.progress import Advance, progress
 from surgeon.quality.tasks_load import Seeds, Tasks
-from surgeon.quality.tasks_model import TaskModel
+
+
+class Answers(Journal):
+    """What a model answered to each request, in a file that only ever grows, or in memory alone.
+
+    The file's name holds a hash of what the answers depend on, so that those of other models stand beside it.
+
+    Args:
+        folder: made if it is not there; None to keep nothing.
+        identity: what the answers depend on, as JSON values.
+
+    Raises:
+        ValueError, OSError: as `Journal`.
+    """
+
+    def __init__(self, folder: Path | None, identity: dict[str, Any]) -> None:
+        self._values: dict[str, Any] = {}
+        self._cut: set[str] = set()
+        self._unwritten: list[tuple[str, Any, bool]] = []
+        path = None
+        if folder is not None:
+            path = folder / f"answers-{_hash(identity)[:12]}.jsonl"
+        super().__init__(path, "evaluation of this model")
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    def __getitem__(self, key: str) -> Any:
+        return self._values[key]
+
+    def add(self, key: str, value: Any) -> None:
+        """Keep an answer; it is in the file after the next `write`."""
+        self._values[key] = value
+        self._unwritten.append((key, value, key in self._cut))
+
+    def note_cut(self, key: str) -> None:
+        """Note that a request was longer than the model's positions, before its answer is added."""
+        self._cut.add(key)
+
+    def cut(self, keys: set[str]) -> int:
+        """How many of these requests were too long."""
+        return len(self._cut & keys)
+
+    def write(self) -> None:
+        """Put what was added into the file: a batch at a time, so that the batches after a kill are the same."""
+        self.append(*self._unwritten)
+        self._unwritten.clear()
+
+    def take(self, line: Any) -> None:
+        key, value, cut = line
+        self._values[key] = tuple(value) if isinstance(value, list) else value
+        if cut:
+            self._cut.add(key)
+
+
+class TaskModel(HFLM):  # type: ignore[misc]
+    """lm-eval's wrapper around a `transformers` model, with a memory, progress, and words for what goes wrong.
+
+    Attributes:
+        asked: the keys of all requests so far, answered now or earlier.
+
+    Raises:
+        ValueError: from its methods, if a text cannot be scored with this model.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, answers: Answers, batch_size: int = 1) -> None:
+        super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+        self.answers = answers
+        self.asked: set[str] = set()
+
+    @property
+    def cut(self) -> int:
+        """How many requests were longer than the model's positions, and lost their beginning."""
+        return self.answers.cut(self.asked)
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[Any]:  # noqa: ARG002
+        return self._ask("loglikelihood", "scoring", requests, super().loglikelihood)
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[Any]:  # noqa: ARG002
+        return self._ask("loglikelihood_rolling", "scoring", requests, super().loglikelihood_rolling)
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[Any]:  # noqa: ARG002
+        settings = [normalize_gen_kwargs(request.args[1], self.max_gen_toks) for request in requests]
+        for request, how in zip(requests, settings, strict=True):
+            if len(self.tok_encode(request.args[0])) > self.max_length - how["max_gen_toks"]:
+                self.answers.note_cut(_key("generate_until", request.args))
+        if any(how["do_sample"] for how in settings):  # equal requests have different answers then
+            with progress("generating", len(requests), "requests") as advance:
+                self.set_cache_hook(_Notice(advance, None))
+                answers: list[Any] = super().generate_until(requests, disable_tqdm=True)
+                return answers
+        return self._ask("generate_until", "generating", requests, super().generate_until)
+
+    def _ask(self, kind: str, doing: str, requests: list[Any], run: Callable[..., list[Any]]) -> list[Any]:
+        """The answers to some requests: those that are known, and what the model says to the others."""
+        keys = [_key(kind, request.args) for request in requests]
+        self.asked.update(keys)
+        missing = {key: request for key, request in zip(keys, requests, strict=True) if key not in self.answers}
+        count = len(set(keys))
+        with progress(doing, count, "requests", count - len(missing)) as advance:
+            self.set_cache_hook(_Notice(advance, self.answers))
+            try:
+                if missing:
+                    run(list(missing.values()), disable_tqdm=True)
+            finally:
+                self.answers.write()
+        return [self.answers[key] for key in keys]
+
+    def _loglikelihood_tokens(self, requests: list[Any], *arguments: Any, **options: Any) -> list[Any]:
+        for texts, context, continuation in requests:
+            if not continuation:
+                raise ValueError(
+                    f"{_ending(texts)} has no tokens of its own: the tokenizer joins it with the text before"
+                )
+            if len(continuation) > self.max_length:
+                raise ValueError(
+                    f"{_ending(texts)} has {len(continuation)} tokens, and the model only {self.max_length} positions"
+                )
+            if texts is not None and len(context) + len(continuation) > self.max_length + 1:
+                self.answers.note_cut(_key("loglikelihood", texts))
+        answers: list[Any] = super()._loglikelihood_tokens(requests, *arguments, **options)
+        return answers
+
+    def _model_call(self, *arguments: Any, **options: Any) -> torch.Tensor:
+        self.answers.write()
+        logits: torch.Tensor = super()._model_call(*arguments, **options)
+        return logits
+
+    def _model_generate(self, *arguments: Any, **options: Any) -> torch.Tensor:
+        self.answers.write()
+        tokens: torch.Tensor = super()._model_generate(*arguments, **options)
+        return tokens
+
+
+class _Notice:
+    """What lm-eval tells of each answer."""
+
+    def __init__(self, advance: Advance, answers: Answers | None) -> None:
+        self.advance = advance
+        self.answers = answers
+
+    def add_partial(self, kind: str, request: Any, answer: Any) -> None:
+        """Called by lm-eval's models, for their cache."""
+        if self.answers is not None:
+            self.answers.add(_key(kind, request), answer)
+        self.advance(1)
+
+
+def _key(kind: str, request: Any) -> str:
+    return _hash([kind, *request])[:32]
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _ending(texts: Any) -> str:
+    return f"the text to be scored {shown(texts[1]) if texts is not None else 'a text'}"
+
 
 BOOTSTRAP = 1000  # draws for the error of metrics that are no means; lm-eval's 100,000 take minutes for LAMBADA
 

@@ -33,8 +33,7 @@ from surgeon.models.edit import program_of, require_unedited
 from surgeon.models.weights import FactorSource, TruncatedSVD
 from surgeon.progress import require_time
 from surgeon.quality.data import Windows
-from surgeon.quality.head import ByWindow, OutputHead, joined, one_after_the_other
-from surgeon.quality.references import TextReferences
+from surgeon.quality.head import ByWindow, OutputHead, TextReferences, joined, one_after_the_other
 from surgeon.quality.summary import Quality, Values, quality_of
 
 BLOCK = 64  # tokens, at least, in what is compared

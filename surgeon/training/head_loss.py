@@ -1,7 +1,7 @@
 """The loss of a model, computed where its output head would make logits, so that these never are there as a whole.
 
 With a large vocabulary a batch's logits take more memory than all else in training. The gradient of a loss is known as
-soon as it is (logits_loss.py), so that the head goes through the stream some tokens at a time: from logits to their
+soon as it is, so that the head goes through the stream some tokens at a time: from logits to their
 gradient, and at once to that of the stream and of the matrix, which are all that is kept for the backward pass. That
 takes as many matrix products as it takes with whole logits (so does Liger-Kernel: Hsu et al. 2024, arXiv 2410.10989,
 section 3.2), and none for tokens at which nothing is predicted.
@@ -9,19 +9,157 @@ section 3.2), and none for tokens at which nothing is predicted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import reduce
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from surgeon.models.weights.store import dense
-from surgeon.quality.head import OutputHead
-from surgeon.training.logits_loss import LogitsTask
+from surgeon.quality.head import BLOCK_BYTES, OutputHead
 from surgeon.training.packing import IGNORED
 from surgeon.training.texts import model_inputs
+
+LEAST_ROWS = 8  # of a block
+
+
+@dataclass(frozen=True)
+class TeacherStream:
+    """A teacher's predictions as its stream before the head; logits of some tokens are made as they are asked for.
+
+    Attributes:
+        head: the teacher's.
+        stream: (tokens, hidden), normed.
+        temperature: T.
+    """
+
+    head: OutputHead
+    stream: Tensor
+    temperature: float
+
+    def at(self, rows: Tensor) -> FullLogits:
+        stream = self.stream[rows.to(self.stream.device)]
+        return FullLogits(self.head.logits(stream.to(self.head.weight.device)), self.temperature)
+
+
+@dataclass(frozen=True)
+class FullLogits:
+    """All logits of a teacher; the divergence is KL(softmax(t / T) || softmax(s / T)) over the vocabulary.
+
+    Attributes:
+        logits: (tokens, vocabulary).
+        temperature: T.
+    """
+
+    logits: Tensor
+    temperature: float
+
+    def at(self, rows: Tensor) -> FullLogits:
+        return replace(self, logits=self.logits[rows])
+
+    def compare(self, rows: slice, log_q: Tensor) -> tuple[Tensor, Tensor]:
+        if self.logits.shape[1] != log_q.shape[1]:
+            raise ValueError(
+                f"the teacher has a vocabulary of {self.logits.shape[1]:,} tokens and the student one of "
+                f"{log_q.shape[1]:,}; distil from a model with the same vocabulary"
+            )
+        softened = self.logits[rows].to(log_q.device, log_q.dtype) / self.temperature
+        log_p = functional.log_softmax(softened, dim=-1)
+        p = log_p.exp()
+        divergence = (p * log_p.sub_(log_q)).sum(-1)
+        return divergence, log_q.exp().sub_(p)
+
+
+@dataclass(frozen=True)
+class LogitsTask:
+    """What some logits are held against.
+
+    Attributes:
+        target: the teacher's predictions; None where they are not asked for.
+        labels: (tokens,), the token that each is to predict, or IGNORED.
+        temperature: T.
+        logits: the weight of the divergence from the teacher, which is multiplied by T^2 (Hinton et al. 2015,
+            "Distilling the Knowledge in a Neural Network", arXiv 1503.02531, section 2.1), so that its gradient does
+            not shrink as T grows.
+        text: the weight of the negative log-likelihood of the labels.
+    """
+
+    target: TeacherStream | FullLogits | None
+    labels: Tensor
+    temperature: float = 1.0
+    logits: float = 1.0
+    text: float = 0.0
+
+    @property
+    def rows(self) -> Tensor:
+        """The numbers of the tokens whose logits are needed, (rows,)."""
+        asks = self.target is not None or bool(self.text)
+        return ((self.labels != IGNORED) & asks).nonzero()[:, 0]
+
+    def become_gradient(self, rows: Tensor, logits: Tensor, head: OutputHead) -> Tensor:
+        """Put the gradient of the loss of some tokens where their logits are.
+
+        Args:
+            rows: their numbers, (rows,), of such as are to predict something.
+            logits: (rows, vocabulary), of the student's matrix product, which its head then scales and caps.
+
+        Returns:
+            (2,), at least float32: their divergence, times T^2, and their negative log-likelihood, summed.
+
+        Raises:
+            ValueError: if the teacher has another vocabulary.
+        """
+        target = None if self.target is None else self.target.at(rows)
+        labels = self.labels[rows.to(self.labels.device)]
+        labels = labels.to(logits.device)
+        sums = []
+        for block in blocks(logits):
+            student = head.finished(logits[block].to(torch.promote_types(logits.dtype, torch.float32)))
+            divergence, nll, gradient = self._block(target, block, labels[block], student)
+            sums.append(torch.stack([divergence, nll]))
+            logits[block] = head.unfinished(gradient, student)
+        return torch.stack(sums).sum(0)
+
+    def _block(
+        self, target: FullLogits | None, block: slice, labels: Tensor, student: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Divergence (times T^2) and negative log-likelihood, summed, and the gradient of the loss."""
+        softened = functional.log_softmax(student if self.temperature == 1 else student / self.temperature, dim=-1)
+        divergence = nll = student.new_zeros(())
+        slopes = []
+        if target is not None:
+            by_token, slope = target.compare(block, softened)
+            divergence = by_token.sum() * self.temperature**2
+            slopes.append(_times(slope, self.logits * self.temperature))
+        if self.text:
+            if self.temperature == 1:
+                log_q = softened
+            else:
+                log_q = functional.log_softmax(student, dim=-1)
+            labels = labels[:, None]
+            nll = -log_q.gather(-1, labels).sum()
+            slope = log_q.exp_().scatter_add_(-1, labels, log_q.new_full(labels.shape, -1))
+            slopes.append(_times(slope, self.text))
+        return divergence, nll, reduce(Tensor.add_, slopes)
+
+
+def _times(slope: Tensor, weight: float) -> Tensor:
+    if weight == 1:
+        return slope
+    return slope.mul_(weight)
+
+
+def blocks(logits: Tensor) -> Iterator[slice]:
+    """Rows of logits, (tokens, vocabulary), some at a time, so that what is made of them stays small."""
+    limit = BLOCK_BYTES.get(logits.device.type, BLOCK_BYTES["cpu"])
+    rows = max(LEAST_ROWS, limit // (4 * logits.shape[1]))
+    return (slice(start, start + rows) for start in range(0, len(logits), rows))
+
 
 # Of logits at a time: so many that reading the matrix, and adding to its gradient, is little beside the products.
 CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}

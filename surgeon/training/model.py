@@ -18,8 +18,7 @@ from surgeon.training.racks.partition import Racks
 from surgeon.training.racks.run_files import NEVER, ProcessOptions, RacksToTrain, parse_averaging
 from surgeon.training.racks.supervisor import commands_by_hand, prepare, train_racks
 from surgeon.training.racks.trained import finish_racks
-from surgeon.training.resume import finish_run
-from surgeon.training.run import Trained, train
+from surgeon.training.run import Trained, finish_run, train
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainTexts
 from surgeon.words import plural

@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from surgeon.quality.tasks import TaskSettings, run_tasks
+from surgeon.quality.tasks import Answers, TaskModel, TaskSettings, run_tasks
 from surgeon.quality.tasks_load import load_tasks
-from surgeon.quality.tasks_model import Answers, TaskModel
 
 Row = dict[str, Any]
 

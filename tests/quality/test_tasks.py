@@ -17,8 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 import surgeon
-from surgeon.quality.tasks import TaskSettings
-from surgeon.quality.tasks_model import Answers
+from surgeon.quality.tasks import Answers, TaskSettings
 from tests.quality.tasks_helpers import CHOICES, CONTEXTS, CONTINUATIONS, NUMBERS, Row, evaluate, write_rows
 from tests.reference import Reference
 from tests.tiny_models import tiny_model, tiny_tokenizer

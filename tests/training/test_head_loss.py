@@ -16,10 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import surgeon
 from surgeon.models.families import FAMILIES
 from surgeon.quality.head import OutputHead
-from surgeon.training import head_loss, logits_loss
+from surgeon.training import head_loss
 from surgeon.training.distill.distiller import Distillation, Distiller
-from surgeon.training.head_loss import loss_of_stream, next_tokens, text_loss
-from surgeon.training.logits_loss import LogitsTask, TeacherStream
+from surgeon.training.head_loss import LogitsTask, TeacherStream, loss_of_stream, next_tokens, text_loss
 from surgeon.training.packing import IGNORED
 from tests.tiny_models import HIDDEN, VOCABULARY, tiny_model
 
@@ -32,7 +31,7 @@ LARGE = 128_000  # a vocabulary
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that there are several, the last one shorter."""
-    for module, name, rows in ((head_loss, "CHUNK_BYTES", CHUNK), (logits_loss, "BLOCK_BYTES", BLOCK)):
+    for module, name, rows in ((head_loss, "CHUNK_BYTES", CHUNK), (head_loss, "BLOCK_BYTES", BLOCK)):
         monkeypatch.setattr(module, name, {"cpu": 1})
         monkeypatch.setattr(module, "LEAST_ROWS", rows)
 

@@ -38,8 +38,7 @@ from surgeon.language.program import Program, steps_of
 from surgeon.language.sublayer import FEED_FORWARD, Sublayer
 from surgeon.models.weights import FactorSource, TruncatedSVD
 from surgeon.processes.journal import Journal, read_journal
-from surgeon.quality.head import ByWindow, OutputHead, ReferencePredictions, one_after_the_other
-from surgeon.quality.references import TextReferences
+from surgeon.quality.head import ByWindow, OutputHead, ReferencePredictions, TextReferences, one_after_the_other
 from surgeon.quality.summary import ACCEPTANCES
 
 _AT_ONCE = -1  # the turn of a task that needs no weights

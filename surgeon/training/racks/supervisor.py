@@ -48,7 +48,7 @@ from surgeon.training.racks.run_files import (
 )
 from surgeon.training.racks.task import teacher_of
 from surgeon.training.racks.trained import RacksTrained, gather, is_done, train_in_turn
-from surgeon.training.resume import alone, open_run
+from surgeon.training.run import alone, open_run
 from surgeon.training.run_log import HELD_OUT_FILE, TRAINING_FILE, read_rows
 from surgeon.training.settings import TrainSettings
 

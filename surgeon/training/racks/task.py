@@ -13,10 +13,11 @@ from transformers import PreTrainedModel
 from surgeon.models.families import family_of
 from surgeon.quality.summary import Quality
 from surgeon.quality.text import logits_of
-from surgeon.training.distill.counterparts import Counterpart, counterparts
 from surgeon.training.distill.distiller import (
+    Counterpart,
     Distillation,
     ask_teacher,
+    counterparts,
     parts_of_loss,
     require_unedited_teacher,
     watched_streams,

@@ -36,8 +36,7 @@ from surgeon.training.racks.run_files import (
 )
 from surgeon.training.racks.streams import KeptStreams, RackStreams
 from surgeon.training.racks.task import rack_task, teacher_of
-from surgeon.training.resume import alone, finish_run, open_run
-from surgeon.training.run import Trained, TrainingTask, train
+from surgeon.training.run import Trained, TrainingTask, alone, finish_run, open_run, train
 from surgeon.training.run_log import HELD_OUT_FILE, TRAINING_FILE
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainTexts

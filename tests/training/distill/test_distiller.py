@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import surgeon
 from surgeon.language.program import Program
 from surgeon.models.families import family_of
-from surgeon.training.distill.counterparts import counterparts
-from surgeon.training.distill.distiller import Distillation, Distiller, watched_streams
+from surgeon.training.distill.distiller import Distillation, Distiller, counterparts, watched_streams
 from tests.tiny_models import VOCABULARY, tiny_model
 
 PAIRS = "A0 F0 [A1 A2] [F1 F2] A3 F3"

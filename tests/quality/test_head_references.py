@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from surgeon.quality.head import OutputHead
-from surgeon.quality.references import TextReferences
+from surgeon.quality.head import OutputHead, TextReferences
 from tests.tiny_models import HIDDEN, VOCABULARY, tiny_model
 
 IDS = torch.randint(VOCABULARY, (5, 9), generator=torch.Generator().manual_seed(2))

@@ -8,9 +8,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from surgeon.quality.head import OutputHead
-from surgeon.training import logits_loss
-from surgeon.training.head_loss import HeadLoss, loss_of_stream
-from surgeon.training.logits_loss import IGNORED, FullLogits, LogitsTask
+from surgeon.training import head_loss
+from surgeon.training.head_loss import IGNORED, FullLogits, HeadLoss, LogitsTask, loss_of_stream
 from tests.tiny_models import tiny_model
 
 TOKENS, VOCABULARY = 23, 31
@@ -19,8 +18,8 @@ TOKENS, VOCABULARY = 23, 31
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that there are several, the last one shorter."""
-    monkeypatch.setattr(logits_loss, "BLOCK_BYTES", {"cpu": 1})
-    monkeypatch.setattr(logits_loss, "LEAST_ROWS", 5)
+    monkeypatch.setattr(head_loss, "BLOCK_BYTES", {"cpu": 1})
+    monkeypatch.setattr(head_loss, "LEAST_ROWS", 5)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from surgeon.training.checkpoints import checkpoints_of, fault_of, write_manifest
-from surgeon.training.resume import alone, finish_run, open_run, run_folder
+from surgeon.training.run import alone, finish_run, open_run, run_folder
 from tests.training.runs import record, run, same, student, tables, weights
 from tests.waiting import PATIENCE
 from tests.warm import Popen

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from surgeon.models.edit import edit
-from surgeon.training.memory import training_bytes
-from surgeon.training.scope import choose_parameters
+from surgeon.training.scope import choose_parameters, training_bytes
 
 
 def test_it_is_what_weights_gradients_and_moments_take(tiny_model: Callable[..., Any]) -> None:
