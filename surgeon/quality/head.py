@@ -190,7 +190,8 @@ class OutputHead:
         if reference.normed is not None:
             found[SAMPLED] = _window_means(shared, windows)
         if blocks:
-            found["blocks"] = _part_means(divergence, windows, blocks)
+            cut = divergence.view(windows, -1).double().tensor_split(blocks, dim=-1)
+            found["blocks"] = torch.stack([part.mean(-1) for part in cut], dim=-1)
         return found
 
     def predicting(self, stream: Tensor) -> Tensor:
@@ -256,11 +257,6 @@ def _targets(input_ids: Tensor) -> Tensor:
 
 def _window_means(per_token: Tensor, windows: int) -> Tensor:
     return per_token.view(windows, -1).double().mean(-1)
-
-
-def _part_means(per_token: Tensor, windows: int, parts: int) -> Tensor:
-    cut = per_token.view(windows, -1).double().tensor_split(parts, dim=-1)
-    return torch.stack([part.mean(-1) for part in cut], dim=-1)
 
 
 _NAMES = ("kept", "constant", "likeliest", "nll")

@@ -8,7 +8,6 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from fnmatch import fnmatch
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -37,14 +36,6 @@ _STATES_OF_ADAM = 2  # numbers that it keeps for each one that is trained
 STATE_FILE = TRAINER_STATE_NAME
 MANIFEST_FILE = "files.json"
 _HASHED_BYTES = 1 << 20  # files up to this size; a damaged larger one is noticed where it is read
-# What a checkpoint of a version without manifests consists of; each as the Trainer, FSDP or DeepSpeed calls it.
-_NEEDED = (
-    (STATE_FILE,),
-    ("model.safetensors", "adapter_model.safetensors", "pytorch_model_fsdp*", "global_step*"),
-    ("optimizer.pt", "optimizer.bin", "optimizer_*", "global_step*"),
-    ("scheduler.pt", "global_step*"),
-    ("rng_state.pth", "rng_state_0.pth"),
-)
 
 
 def checkpoints_of(folder: Path) -> dict[int, Path]:
@@ -287,22 +278,11 @@ def write_manifest(checkpoint: Path) -> None:
 
 
 def fault_of(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, as in "optimizer.pt is missing"; None where it is whole.
-
-    One without a manifest, as the version before wrote them, has to have a file of each kind.
-    """
-    if (checkpoint / MANIFEST_FILE).is_file():
-        try:
-            files = dict(read_json(checkpoint / MANIFEST_FILE)["files"])
-            return next(filter(None, (change_of(checkpoint, *each, by_size=True) for each in files.items())), None)
-        except (KeyError, TypeError, ValueError):
-            return f"{MANIFEST_FILE} is damaged"
-    names = [path.name for path in checkpoint.iterdir()]
-    for kinds in _NEEDED:
-        if not any(fnmatch(name, kind) for name in names for kind in kinds):
-            return f"{kinds[0]} is missing"
+    """What is wrong with a checkpoint, as in "optimizer.pt is missing"; None where it is whole."""
+    if not (checkpoint / MANIFEST_FILE).is_file():
+        return f"{MANIFEST_FILE} is missing"
     try:
-        read_json(checkpoint / STATE_FILE)
-    except ValueError as error:
-        return f"{STATE_FILE} is damaged ({first_line(error).rpartition(': ')[2]})"
-    return None
+        files = dict(read_json(checkpoint / MANIFEST_FILE)["files"])
+        return next(filter(None, (change_of(checkpoint, *each, by_size=True) for each in files.items())), None)
+    except (KeyError, TypeError, ValueError):
+        return f"{MANIFEST_FILE} is damaged"

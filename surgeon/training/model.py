@@ -16,8 +16,8 @@ from surgeon.exports.prove import Proof
 from surgeon.language.program import Program
 from surgeon.training.racks.partition import Racks
 from surgeon.training.racks.run_files import NEVER, ProcessOptions, RacksToTrain, parse_averaging
-from surgeon.training.racks.supervisor import commands_by_hand, prepare, train_racks
-from surgeon.training.racks.trained import finish_racks
+from surgeon.training.racks.supervisor import commands_by_hand, prepare, train_in_processes
+from surgeon.training.racks.trained import finish_racks, train_in_turn
 from surgeon.training.run import Trained, finish_run, train
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainTexts
@@ -186,7 +186,10 @@ def train_model(
         if commands := commands_by_hand(folder, len(racks)):
             print(*commands, sep="\n")
             return None
-    found = train_racks(asked, processes)
+    if processes is None:
+        found = train_in_turn(asked)
+    else:
+        found = train_in_processes(asked, processes)
     last = found.results[-1]
     seconds = sum(result.seconds for result in found.results)
     whole = Trained(last.steps, last.tokens, seconds, last.original, last.before, last.after, found.model)

@@ -129,7 +129,7 @@ class TextSource:
                     write_json(beside / _KNOWN_FILE, known)
                     sync_tree(beside)
                     publish(beside, folder)
-            rows = read_rows(folder / _ROWS_FILE)
+            rows = datasets.Dataset.from_file(str(folder / _ROWS_FILE))
         return rows.select(range(min(count, known["windows"]))), known
 
     def _write(self, path: Path, count: int) -> dict[str, Any]:
@@ -185,12 +185,3 @@ def write_rows(path: Path, rows: datasets.Dataset) -> None:
         for table in rows.with_format("arrow").iter(ROWS_AT_ONCE):
             writer.write_table(table)
         writer.finalize()
-
-
-def read_rows(path: Path) -> datasets.Dataset:
-    """The rows of a file of Arrow, which is mapped into memory.
-
-    Raises:
-        FileNotFoundError: if it is not there.
-    """
-    return datasets.Dataset.from_file(str(path))

@@ -210,7 +210,10 @@ def tensors_of(model: PreTrainedModel) -> ModelTensors:
         config = copy.deepcopy(model.config)
     named = model.named_parameters(remove_duplicate=False)
     others = {name: one.detach() for name, one in named if not name.startswith(prefix)}
-    return ModelTensors(config, stock.program, list(map(_tensors_in, stock.layers)), others)
+    layers = [
+        {name: one.detach() for name, one in layer.named_parameters(remove_duplicate=False)} for layer in stock.layers
+    ]
+    return ModelTensors(config, stock.program, layers, others)
 
 
 def tensors_by(model: PreTrainedModel, program: Program) -> ModelTensors:
@@ -229,10 +232,6 @@ def tensors_by(model: PreTrainedModel, program: Program) -> ModelTensors:
             layers[layer] = layers[layer] | moved
     config = config_for(found.config, range(len(layers)), bool(found.config.tie_word_embeddings))
     return ModelTensors(config, program, layers, found.others)
-
-
-def _tensors_in(layer: nn.Module) -> dict[str, Tensor]:
-    return {name: one.detach() for name, one in layer.named_parameters(remove_duplicate=False)}
 
 
 def named_layers(family: Family, layers: Iterable[Mapping[str, Tensor]], first: int = 0) -> dict[str, Tensor]:

@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 from pydantic import TypeAdapter
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -42,7 +43,7 @@ from surgeon.training.racks.partition import Racks
 from surgeon.training.racks.rack_log import RackPace
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import MixedPart, TrainingText, TrainTexts
-from surgeon.training.token_store import read_rows, write_rows
+from surgeon.training.token_store import write_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,12 +89,7 @@ class RacksToTrain:
     def settings_and_text(self) -> dict[str, Any]:
         """What `train` adds to the identity of a run."""
         texts = {"data": self.texts.training.digest, "held_out": self.texts.held_out.digest}
-        return {"settings": own_settings(self.settings).to_json()} | texts
-
-
-def own_settings(settings: TrainSettings) -> TrainSettings:
-    """What `train` gets: what a rack learns from the original is its task's."""
-    return replace(settings, distillation=None)
+        return {"settings": replace(self.settings, distillation=None).to_json()} | texts
 
 
 def check_settings(settings: TrainSettings) -> None:
@@ -259,5 +255,7 @@ def read_texts(run: Path) -> TrainTexts:
         ids = file.get_tensor("held_out")
         answers = file.get_tensor("answers") if "answers" in file.keys() else None  # noqa: SIM118 - no mapping
     parts = tuple(MixedPart(*part) for part in json.loads(said["parts"]))
-    training = TrainingText(read_rows(run / TRAINING_TEXT_FILE), said["training"], said["digest"], parts=parts)
+    training = TrainingText(
+        datasets.Dataset.from_file(str(run / TRAINING_TEXT_FILE)), said["training"], said["digest"], parts=parts
+    )
     return TrainTexts(training, Windows(ids, said["held_out"], digest_of(ids), answers=answers))

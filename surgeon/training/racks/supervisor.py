@@ -47,10 +47,9 @@ from surgeon.training.racks.run_files import (
     write_texts,
 )
 from surgeon.training.racks.task import teacher_of
-from surgeon.training.racks.trained import RacksTrained, gather, is_done, train_in_turn
+from surgeon.training.racks.trained import RacksTrained, gather, is_done
 from surgeon.training.run import alone, open_run
 from surgeon.training.run_log import HELD_OUT_FILE, TRAINING_FILE, read_rows
-from surgeon.training.settings import TrainSettings
 
 
 def prepare(asked: RacksToTrain, options: ProcessOptions | None = None) -> RacksPlan:
@@ -60,7 +59,11 @@ def prepare(asked: RacksToTrain, options: ProcessOptions | None = None) -> Racks
     folder = asked.folder
     settings.steps_on(len(asked.texts.training))
     options = options or ProcessOptions()
-    _check_shares(settings, options.replicas)
+    if settings.arguments.get("deepspeed") and options.replicas > 1:
+        raise ValueError("deepspeed does not know racks; share their parameters out by fsdp")
+    if settings.arguments.get("fsdp") and options.replicas == 1:
+        raise ValueError("fsdp shares a rack's parameters out among its processes; ask for 2 replicas or more of each")
+    share_of_batch(settings, options.replicas)
     if options.pace and len(options.pace) != len(racks):
         raise ValueError(f"there are {len(racks)} racks, and the pace of {len(options.pace)} is given")
     averaged = {"processes": True, "average": str(options.average), "replicas": options.replicas}
@@ -93,15 +96,6 @@ def _write_racks(asked: RacksToTrain) -> None:
             save_rack(teacher_of(teacher, racks, index), teacher_file(folder, index))
 
 
-def _check_shares(settings: TrainSettings, replicas: int) -> None:
-    """Refuse a batch that the processes of a rack cannot share out, and weights that one alone would."""
-    if settings.arguments.get("deepspeed") and replicas > 1:
-        raise ValueError("deepspeed does not know racks; share their parameters out by fsdp")
-    if settings.arguments.get("fsdp") and replicas == 1:
-        raise ValueError("fsdp shares a rack's parameters out among its processes; ask for 2 replicas or more of each")
-    share_of_batch(settings, replicas)
-
-
 def commands_by_hand(folder: Path, racks: int) -> list[str]:
     """How the racks of a run that was prepared are started by hand; none where all are done."""
     if all(is_done(folder, index) for index in range(racks)):
@@ -123,13 +117,6 @@ _PROGRESS_SECONDS = 1.0
 
 class RackFailed(ChildProcessError):
     """A rack's process could not go on; the message is what it said last."""
-
-
-def train_racks(asked: RacksToTrain, options: ProcessOptions | None) -> RacksTrained:
-    """Train them as `train_in_turn` does, or as `train_in_processes` where there are options of processes."""
-    if options is None:
-        return train_in_turn(asked)
-    return train_in_processes(asked, options)
 
 
 def train_in_processes(asked: RacksToTrain, options: ProcessOptions | None = None) -> RacksTrained:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ from surgeon.training.racks.run_files import (
     TEXTS_FILE,
     TRAINING_TEXT_FILE,
     RacksToTrain,
-    own_settings,
     rack_folder,
 )
 from surgeon.training.racks.streams import KeptStreams, RackStreams
@@ -77,7 +76,8 @@ def train_rack(
     """
     folder = rack_folder(run, rack.index)
     own = {**identity, "task": "rack", "rack": rack.index}
-    found = train(rack.model, texts, own_settings(settings), folder, identity=own, device=device, task=task)
+    plain = replace(settings, distillation=None)  # what a rack learns from the original is its task's
+    found = train(rack.model, texts, plain, folder, identity=own, device=device, task=task)
     if found is not None:  # this is the first of the rack's processes
         rack.model = found.model.cpu()
         save_rack(rack, folder / RACK_FILE)
