@@ -103,13 +103,6 @@ class Model(StoredModel):
         return ModelShapes.of(self.label, self.config)
 
     @property
-    def in_turn(self) -> Model:
-        """The same, of which a layer counts for itself also where it is the same as an earlier one."""
-        alone = replace(self)
-        vars(alone)["program"] = self.own or Program.dense(self.num_layers, self.family.steps_per_layer)
-        return alone
-
-    @property
     def positions(self) -> int:
         """How many tokens it can read at once."""
         return longest_text(self.family, self.config)

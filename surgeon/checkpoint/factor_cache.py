@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from surgeon.checkpoint.header import read_header
+from surgeon.checkpoint.tensor_file import read_header
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.weights import Factors, FactorSource, WeightMatrix, unit_source
 from surgeon.models.weights.units import LayerWeights

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from surgeon.checkpoint.belongings import patterns_for_the_hub
-from surgeon.checkpoint.header import parse_json
 from surgeon.checkpoint.imported import (
     Pair,
     divided_queries,
@@ -31,7 +30,7 @@ from surgeon.checkpoint.imported import (
     with_ranks,
 )
 from surgeon.checkpoint.offline import fetching
-from surgeon.checkpoint.tensor_file import Derived, TensorFiles, blocks_of
+from surgeon.checkpoint.tensor_file import Derived, TensorFiles, blocks_of, parse_json
 from surgeon.checkpoint.wrapped import Wrapped
 from surgeon.demo import demo_model
 from surgeon.errors import shown

@@ -17,7 +17,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from surgeon.checkpoint.belongings import FileKind, kind_of
-from surgeon.checkpoint.companions import companions_in, left_behind, names_in
+from surgeon.checkpoint.companions import left_behind, left_by, names_in
 from surgeon.checkpoint.describe import Surgery, describe
 from surgeon.checkpoint.inherit import CARD_FILE, Inherited
 from surgeon.checkpoint.read import DEMO
@@ -352,7 +352,6 @@ def _divides(found: Surgery) -> bool:
 
 def belongings(found: Surgery, folder: Path, inherited: Inherited) -> dict[str, Any]:
     """What lay beside the base model's weights, and its licence."""
-    code, left = companions_in(found.report)
     metadata = inherited.metadata
     licence = metadata.get("license")
     if licence is not None:
@@ -361,8 +360,7 @@ def belongings(found: Surgery, folder: Path, inherited: Inherited) -> dict[str, 
         if called or target:
             licence += f" ({_link(called or 'its text', target) if target else called})"
     return {
-        "own_code": list(map(_quoted, code)),
-        "behind": left_behind(left, _quoted),
+        "behind": left_behind(left_by(found.report), _quoted),
         "base": _base(found.original),
         "licence": licence,
         "terms": [_quoted(name) for name in sorted(names_in(folder)) if kind_of(name) is FileKind.TERMS],

@@ -67,7 +67,6 @@ class Scan(RunResult):
         experts: one row per expert of the model's mixtures where its map was asked for, as in `experts.csv`: load, the
             share of tokens that it gets; of these the mean weight, size of what it makes of them, and saliency
             (`surgeon.analysis.experts`).
-        loads: for each expert that is left out (`without`), the loads of the others of its layer, as in `loads.csv`.
         cap: colours of maps end at this multiple of the base perplexity, at the latest.
     """
 
@@ -85,14 +84,12 @@ class Scan(RunResult):
         "experts": TableFile(
             "experts.csv", ("expert", "load", "weight", "size", "saliency"), layers=("layer",), optional=True
         ),
-        "loads": TableFile("loads.csv", ("without", "expert", "load"), layers=("layer",), optional=True),
     }
 
     cells: pd.DataFrame
     base_perplexity: float
     permutations: pd.DataFrame = field(default_factory=pd.DataFrame)
     experts: pd.DataFrame = field(default_factory=pd.DataFrame)
-    loads: pd.DataFrame = field(default_factory=pd.DataFrame)
     cap: float = CAP
 
     @classmethod

@@ -50,8 +50,7 @@ class LossParts(Protocol):
 
         Args:
             inputs: (windows, tokens) `input_ids` and `labels`, and `position_ids` of documents that are apart; and,
-                (windows,), `index`, which training windows they are, and `place`, at which places of the run's order
-                they stand: step s has those from s * batch on.
+                (windows,), `place`, at which places of the run's order they stand: step s has those from s * batch on.
         """
 
 

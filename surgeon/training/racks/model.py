@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from surgeon.checkpoint.codas import Coda
-from surgeon.checkpoint.header import read_header
+from surgeon.checkpoint.tensor_file import read_header
 from surgeon.errors import first_line
 from surgeon.language.program import Program
 from surgeon.models.families import family_of
