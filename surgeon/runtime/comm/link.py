@@ -108,9 +108,6 @@ class EmulatedLink(Around):
     a ring: for two ranks, its bytes. It waits in Python.
     """
 
-    capturable = False
-    recordable = False
-
     def __init__(
         self, inner: Collectives, link: Link, clock: SystemClock | None = None, line: Line | None = None
     ) -> None:
@@ -120,21 +117,21 @@ class EmulatedLink(Around):
             line: that another group of the same rank sends through too; by default one of its own.
         """
         super().__init__(inner)
+        self.capturable = False
+        self.recordable = False
         self.line = line or Line(link, clock or SystemClock())
 
     def around(self, inner: Collectives) -> Collectives:
         return EmulatedLink(inner, self.line.link, line=self.line)
 
-    def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def _all_reduce(self, tensor: Tensor, _: bool) -> Callable[[], Tensor]:
         others = len(self.group) - 1
         end = self.line.send(2 * others / len(self.group) * tensor.nbytes)
-        return self._ending_at(end, self.inner._all_reduce(tensor))
+        return self._ending_at(end, self.inner._all_reduce(tensor, False))
 
-    def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def _all_gather(self, tensor: Tensor, _: bool) -> Callable[[], Tensor]:
         end = self.line.send((len(self.group) - 1) * tensor.nbytes)
-        return self._ending_at(end, self.inner._all_gather(tensor))
-
-    _gather = _all_gather
+        return self._ending_at(end, self.inner._all_gather(tensor, False))
 
     def _ending_at(self, end: float, wait: Callable[[], Tensor]) -> Callable[[], Tensor]:
         def wait_longer() -> Tensor:

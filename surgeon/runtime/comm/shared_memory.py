@@ -84,6 +84,8 @@ class SharedMemoryCollectives(Collectives):
     the last one it has read there, and room for one tensor.
     """
 
+    recordable = True
+
     def __init__(
         self, rank: int, group: Group, descriptor: int, ranks: int, region: int = 0, crowded: bool | None = None
     ) -> None:
@@ -129,18 +131,14 @@ class SharedMemoryCollectives(Collectives):
         self.regions_used = self.regions_used + 1
         return SharedMemoryCollectives(self.rank, group, self.descriptor, self.ranks, region, self.crowded)
 
-    @property
-    def recordable(self) -> bool:
-        return True
-
     def recorded(self, recording: Recording) -> Collectives:
         return RecordedExchanges(self, recording)
 
-    def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def _all_reduce(self, tensor: Tensor, _: bool = False) -> Callable[[], Tensor]:
         exchanges = [self._start(piece, _add) for piece in _pieces(tensor)]
         return lambda: _joined(exchanges, 0).view(tensor.shape)
 
-    def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def _all_gather(self, tensor: Tensor, _: bool = False) -> Callable[[], Tensor]:
         shape = len(self.group), *tensor.shape
         exchanges = [self._start(piece, torch.stack) for piece in _pieces(tensor)]
         return lambda: _joined(exchanges, 1).view(shape)
@@ -246,11 +244,11 @@ class RecordedExchanges(Collectives):
     def _connect(self, group: Group) -> Collectives:
         raise AssertionError(f"groups such as {group} are connected before anything is recorded")
 
-    def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def _all_gather(self, tensor: Tensor, _: bool) -> Callable[[], Tensor]:
         shape = (len(self.group), *tensor.shape)
         return self._exchanged(tensor, self._collectives._all_gather, "finish_gather", shape)
 
-    def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def _all_reduce(self, tensor: Tensor, _: bool) -> Callable[[], Tensor]:
         return self._exchanged(tensor, self._collectives._all_reduce, "finish_sum", tensor.shape)
 
     def _exchanged(

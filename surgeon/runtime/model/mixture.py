@@ -63,7 +63,12 @@ class MixtureOfExperts:
             self.experts = KernelExperts(self.kernels, packed)
             self.route = self.kernels.route
         else:
-            self.experts = Experts(tensors, first, combine_of(plan))
+            if plan.clamped_gate is not None:
+                combine: Combine = partial(clamped, *plan.clamped_gate)
+            else:
+                act = activation(plan.activation)
+                combine = lambda gates, values: act(gates) * values  # noqa: E731
+            self.experts = Experts(tensors, first, combine)
             self.route = route
         beside = {name.removeprefix("shared_"): one for name, one in tensors.items() if name.startswith("shared_")}
         own_router = beside.pop("router.weight", None)
@@ -251,14 +256,6 @@ def pack_experts(tensors: Tensors, first: int, plan: Plan, kernels: Kernels) -> 
         lines.append(line)
     neurons = reading.shape[1] // 2
     return PackedExperts(first, torch.tensor(lines), tuple(kept), neurons, plan.activation, plan.clamped_gate)
-
-
-def combine_of(plan: Plan) -> Combine:
-    """What an expert makes of gates and values before it writes."""
-    if plan.clamped_gate is not None:
-        return partial(clamped, *plan.clamped_gate)
-    act = activation(plan.activation)
-    return lambda gates, values: act(gates) * values
 
 
 def clamped(alpha: float, limit: float, gates: Tensor, values: Tensor) -> Tensor:

@@ -20,14 +20,15 @@ from surgeon.language.program import Fork, Node, Program, Step
 from surgeon.language.sublayer import ATTENTION, WRITING, Sublayer
 from surgeon.models.families import Projection
 from surgeon.models.weights import ModelWeights, Tensors
-from surgeon.runtime.comm.collectives import Collectives
+from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.kernels.recording import Arena, CudaRecorder, GraphRecorder, Recording, Replay
+from surgeon.runtime.model import low_rank
 from surgeon.runtime.model.attending import Pass
 from surgeon.runtime.model.latent import LatentMaps
 from surgeon.runtime.model.layers import Attention, FeedForward, Norm, Rebuild, torch_dtype
 from surgeon.runtime.model.linear import Linear, LinearMap, count_outputs, is_factored
-from surgeon.runtime.model.low_rank import Maps, Sharing, gathering_is_faster
+from surgeon.runtime.model.low_rank import Maps, Sharing
 from surgeon.runtime.model.mixture import MixtureOfExperts
 from surgeon.runtime.model.outputs import StepOutputs, summed_in_rank_space
 from surgeon.runtime.model.phase import Phase
@@ -232,7 +233,11 @@ class RankProgram:
             with torch.inference_mode():
                 ways = alone.reading(roles), shared.reading(roles)
                 by_itself, together = (self._repeatable(one, x, one.by_kernels) for one in ways)
-                self._ways[key] = gathering_is_faster(by_itself, together, self.groups[part.sharers], self.device)
+                times = [low_rank.time_of(one, self.device) for one in (by_itself, together)]
+                # Those of all ranks that share the sublayer, so that they choose alike.
+                own = torch.tensor(times, dtype=torch.float64, device=self.device)
+                total = self.groups[part.sharers].exact.all_reduce(own, Counts())()
+                self._ways[key] = bool(total[1] < total[0])
             self.counts = before
         return self._ways[key]
 

@@ -128,6 +128,7 @@ def make_plan(
     if any(rotary.longer for rotary in rotaries):
         kv = _whole_keys(kv, max_tokens)
     growth = family.query_growth(config)
+    gate = None if family.mixture is None else family.mixture.clamped_gate
     if growth is not None:
         rotaries += (Rotary((0.0,) * (source.head_dim // 2), 1.0, growth),)
     plan = Plan(
@@ -162,7 +163,7 @@ def make_plan(
         plain_head_norms=family.plain_head_norms(config),
         bound=family.bound(config),
         mixtures=mixtures,
-        clamped_gate=_clamped_gate(config, family),
+        clamped_gate=gate(config) if gate is not None else None,
         latent=latent,
         sliced=sliced,
         routing=family.mixture.routing(config) if family.mixture else None,
@@ -171,13 +172,6 @@ def make_plan(
     if kv == "lowrank":
         require_low_rank(plan)
     return plan
-
-
-def _clamped_gate(config: Any, family: Family) -> tuple[float, float] | None:
-    found = None if family.mixture is None else family.mixture.clamped_gate
-    if found is None:
-        return None
-    return found(config)
 
 
 def mixture_size(source: ModelWeights, layer: int) -> MixtureSize | None:
