@@ -26,11 +26,7 @@ ROWS = 64  # tokens whose predictions are compared at a time, in float64
 
 
 def windows_to_compare(plan: Plan, data: str | None, length: int, tokens: int, seed: int) -> list[list[int]]:
-    """Windows of the tokenizer's tokens of a text, or of random tokens.
-
-    Raises:
-        FileNotFoundError, ValueError: as `load_windows` and `open_tokenizer`.
-    """
+    """Windows of the tokenizer's tokens of a text, or of random tokens."""
     if data is None:
         generator = torch.Generator().manual_seed(seed)
         shape = (max(FEWEST_WINDOWS, -(-tokens // length)), length)
@@ -51,10 +47,6 @@ def divergence_of_compressed(ranks: Ranks, windows: list[list[int]], kind: Compr
 
     Returns:
         KL(exact || compressed) over the full vocabulary in nats, the mean over each window's predictions, (windows,).
-
-    Raises:
-        UndefinedLogits: if the logits are not finite.
-        RankFailed: if a rank fails.
     """
     found: list[list[float]] = ranks.call(_compare_on_rank, name, windows, kind)
     return np.array(found[0])

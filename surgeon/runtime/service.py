@@ -104,7 +104,8 @@ class Service(AbstractContextManager["Service"]):
         with ExitStack() as undone:
             if device == "cuda" and options.memory is None:  # asking opens a context on a GPU: only its rank does
                 started = started or undone.enter_context(Ranks(options.ranks))
-                free = partial(_free_on_gpus, started)
+                room: list[int] = started.call(gpu_room)
+                free = partial(min, room)
             self.plan, self.blocks = choose_cache(plan, device, *sizes, here, free, drafts)
             undone.pop_all()
         warn_without_kernels(device, self.plan.dtype)
@@ -304,9 +305,3 @@ class Service(AbstractContextManager["Service"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _free_on_gpus(ranks: Ranks) -> int:
-    """What the rank with least may take of its GPU, in bytes."""
-    found: list[int] = ranks.call(gpu_room)
-    return min(found)

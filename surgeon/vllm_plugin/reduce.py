@@ -41,9 +41,6 @@ def connect(way: str, program: Program) -> Collectives:
     Args:
         way: one of `requirements.REDUCE`.
         program: what the ranks are to run.
-
-    Raises:
-        ValueError: if it needs what the ranks do not have.
     """
     ranks = get_tp_group()
     if ranks.world_size == 1:

@@ -405,7 +405,6 @@ class Scheduler:
         choice: tuple[int | None, TokenLogprob | None] = NOTHING,
         prompt: tuple[TokenLogprob, ...] = (),
     ) -> Output:
-        """End a request, whether it runs or waits."""
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         self.pool.close(sequence.blocks)
         if sequence.admitted is not None:

@@ -49,11 +49,7 @@ class Link:
 
 
 def parse_link(delay: str | None, bandwidth: str | None) -> Link | None:
-    """The link that a user describes, such as "1ms" and "1GB" (per second; "1GB/s" will do, too); None if by nothing.
-
-    Raises:
-        ValueError: if either cannot be read.
-    """
+    """The link that a user describes, such as "1ms" and "1GB" (or "1GB/s"); None if by nothing."""
     if delay is None and bandwidth is None:
         return None
     seconds = 0.0 if delay is None else parse_seconds(delay)
@@ -61,11 +57,7 @@ def parse_link(delay: str | None, bandwidth: str | None) -> Link | None:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds in a duration such as 1ms, 200us or 0.5s.
-
-    Raises:
-        ValueError: if it is none.
-    """
+    """Seconds in a duration such as 1ms, 200us or 0.5s."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|ms|us)\s*", text)
     if match is None:
         raise ValueError(f"{text!r} is no delay; write e.g. 1ms, 200us or 0.5s")

@@ -39,11 +39,7 @@ class Sender:
         self._descriptors = tuple(descriptors)
 
     def send(self, message: Any) -> None:
-        """Send a message to every other rank.
-
-        Raises:
-            BrokenPipeError: if one of them has ended.
-        """
+        """Send a message to every other rank."""
         if not self._descriptors:
             return
         body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
@@ -65,11 +61,7 @@ class Receiver:
         self._buffer = bytearray()
 
     def receive(self) -> Any:
-        """The next message.
-
-        Raises:
-            ConnectionError: if rank 0 has ended.
-        """
+        """The next message."""
         while len(self._buffer) < _LENGTH.size:
             self._read()
         (length,) = _LENGTH.unpack_from(self._buffer)
@@ -122,11 +114,7 @@ class Ring:
         self._onward.send_bytes(pickle.dumps((message, due, kind, numbers), protocol=pickle.HIGHEST_PROTOCOL))
 
     def receive(self) -> tuple[Any, Tensor]:
-        """Wait for the next message and the stream that comes with it, which may be of no tokens.
-
-        Raises:
-            ConnectionError: if the rank before has ended.
-        """
+        """Wait for the next message and the stream that comes with it, which may be of no tokens."""
         arrived = self._arrived.get()
         if arrived is None:
             raise ConnectionError("the rank before this one has closed its connection")

@@ -61,7 +61,6 @@ class Packing:
 
     @property
     def _wide(self) -> torch.dtype:
-        """What is computed in."""
         return torch.promote_types(self.dtype, torch.float32)
 
     def _parts(self) -> list[tuple[int, torch.dtype]]:

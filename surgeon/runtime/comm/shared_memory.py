@@ -144,7 +144,6 @@ class SharedMemoryCollectives(Collectives):
         return lambda: _joined(exchanges, 1).view(shape)
 
     def _start(self, tensor: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> _Exchange:
-        """Write this rank's part, which is flat."""
         number = self.exchanges.started
         self.exchanges.started = number + 1
         slot = number % SLOTS
@@ -161,7 +160,6 @@ class SharedMemoryCollectives(Collectives):
         return exchange
 
     def _views(self, slot: int, tensor: Tensor) -> list[Tensor]:
-        """Where each rank's part lies in a slot."""
         key = slot, tensor.numel(), tensor.dtype
         if key not in self.views:
             rooms = self.room.view(SLOTS, self.ranks, SLOT_BYTES)[slot, : len(self.group), : tensor.nbytes]
@@ -297,7 +295,6 @@ def _add(parts: list[Tensor]) -> Tensor:
 
 
 def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
-    """What goes through a slot each, flat."""
     flat = tensor.reshape(-1)
     if flat.nbytes <= SLOT_BYTES:
         return (flat,)

@@ -30,11 +30,6 @@ DTYPES = torch.float32, torch.bfloat16  # of which these operations take operand
 Operation = Callable[[Tensor, str, Tensor], object]  # of an operand in that memory, the group's name, and the result
 
 
-def _multimem(operand: Tensor, group: str, result: Tensor) -> None:
-    torch.ops.symm_mem.multimem_all_reduce_(operand, "sum", group)
-    result.copy_(operand)
-
-
 OPERATIONS: dict[str, Operation] = {
     "one shot": lambda operand, group, result: torch.ops.symm_mem.one_shot_all_reduce_out(
         operand, "sum", group, result
@@ -42,7 +37,9 @@ OPERATIONS: dict[str, Operation] = {
     "two shots": lambda operand, group, result: torch.ops.symm_mem.two_shot_all_reduce_out(
         operand, "sum", group, result
     ),
-    "multimem": _multimem,
+    "multimem": lambda operand, group, result: result.copy_(
+        torch.ops.symm_mem.multimem_all_reduce_(operand, "sum", group)
+    ),
 }
 
 

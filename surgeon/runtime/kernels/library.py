@@ -89,7 +89,6 @@ class Library:
 
 
 def _word(kind: Any, argument: Any) -> int:
-    """An argument as a number of 8 bytes."""
     if kind is NUMBER:
         return int.from_bytes(struct.pack("<f", argument), "little")
     if argument is None:

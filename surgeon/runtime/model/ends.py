@@ -267,5 +267,4 @@ def score(
 
 
 def _side_by_side(gathered: Tensor) -> Tensor:
-    """(ranks, tokens, numbers) as (tokens, numbers of all ranks)."""
     return gathered.movedim(0, 1).flatten(1)

@@ -76,12 +76,9 @@ class MixtureOfExperts:
         if beside:
             self.shared = FeedForward(beside, Maps(beside, None), plan)
         self.shared_router = None if own_router is None else own_router.t()
-
-    @property
-    def by_kernels(self) -> bool:
-        shared = self.shared is None or (self.shared.by_kernels and self.shared_router is None)
-        computed = self.route is not route and self.router.by_kernels and self.norm.by_kernels and shared
-        return computed and not self.weighs_inputs
+        alike = self.shared is None or (self.shared.by_kernels and self.shared_router is None)
+        own = self.route is not route and self.router.by_kernels and self.norm.by_kernels
+        self.by_kernels = own and alike and not self.weighs_inputs
 
     def __call__(self, stream: Tensor, waits: bool = True) -> Tensor:
         """(T, h) to (T, h).

@@ -78,7 +78,6 @@ class PagedLayout:
         return torch.cat(attended)
 
     def _keep(self, slot: int, kept: Tensor) -> None:
-        """Put what is new into its places."""
         cache = self.cache
         group = self.cache.group_of[slot]
         written = self._newly if slot in cache.borrowed else self._written
@@ -162,7 +161,6 @@ class _Singles:
         return together.reshape(count, heads * head_dim)
 
     def _blocks(self, group: int) -> TextBlocks:
-        """Where attentions of a group look."""
         if group not in self._tables:
             rows = [sequence.row for sequence in self._sequences]
             ends = [row.start + len(row.tokens) for row in rows]
@@ -321,7 +319,6 @@ class _Cached:
 
 
 def _numbers(index: Index, device: torch.device) -> Tensor:
-    """What it indexes, one by one."""
     if isinstance(index, slice):
         return torch.arange(index.start, index.stop, device=device)
     return index

@@ -22,7 +22,7 @@ from surgeon.models.families import Projection
 from surgeon.models.weights import ModelWeights, Tensors
 from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.kernels.functions import kernels_for
-from surgeon.runtime.kernels.recording import Arena, CudaRecorder, GraphRecorder, Recording, Replay
+from surgeon.runtime.kernels.recording import Arena, CudaRecorder, GraphRecorder, Recording
 from surgeon.runtime.model import low_rank
 from surgeon.runtime.model.attending import Pass
 from surgeon.runtime.model.latent import LatentMaps
@@ -154,7 +154,6 @@ class RankProgram:
         return part.sublayer, part.sharers if exchanges else (), None if whole is None else whole.own
 
     def _part(self, work: Work, part: Part, source: ModelWeights) -> Made:
-        """What computes a part, with its weights."""
         plan = self.plan
         sublayer = computed_of(self.plan, work, part)
         if plan.mixtures.size(sublayer) is not None:
@@ -256,7 +255,13 @@ class RankProgram:
         replay = recording.finished()
         if replay is None:
             return partial(compute, x)
-        return partial(_replayed, replay, (compute, x))
+        memory = compute, x  # which the replay reads
+
+        def again() -> None:
+            assert memory
+            replay(False)
+
+        return again
 
     @contextmanager
     def groups_recorded(self, recording: Recording) -> Iterator[None]:
@@ -325,13 +330,7 @@ class RankProgram:
         return [land(state).stream[: len(few)] for state, few in zip(states, places, strict=True)]
 
 
-def _replayed(replay: Replay, owners: object) -> None:  # noqa: ARG001 - of the memory that a replay reads
-    """Compute again what was recorded."""
-    replay(False)
-
-
 def _of_places(state: State, places: list[int]) -> State:
-    """Some tokens' state between two nodes of a program."""
     chosen = torch.tensor(places, device=state.stream.device)
     pending = state.pending
     return replace(state, stream=state.stream[chosen], pending=None if pending is None else lambda: pending()[chosen])

@@ -183,11 +183,7 @@ def mixture_size(source: ModelWeights, layer: int) -> MixtureSize | None:
 
 
 def _chosen(ways: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-    """All ways by name, "auto" where nothing is chosen.
-
-    Raises:
-        ValueError: if there is no such way, and which was probably meant; or none on so many ranks.
-    """
+    """All ways by name, "auto" where nothing is chosen."""
     for name, wanted in ways.items():
         what, known = WAYS[name]
         if wanted not in known:
@@ -272,11 +268,7 @@ def _activation(config: Any, family: Family) -> str:
 
 
 def _whole_keys(kv: str, max_tokens: int) -> str:
-    """What is kept of keys where these turn by the length of their text: they cannot be made again of anything else.
-
-    Raises:
-        ValueError: if something else is asked for.
-    """
+    """What is kept of keys where these turn by the length of their text: they cannot be made again of anything else."""
     if kv == "lowrank":
         raise ValueError(
             f"rotary positions depend on the length of a text here, up to {max_tokens} tokens, and keys in rank space "
@@ -288,11 +280,7 @@ def _whole_keys(kv: str, max_tokens: int) -> str:
 
 
 def rotaries_by_layer(config: Any, family: Family, layers: int, max_tokens: int) -> list[Rotary | None]:
-    """The rotary positions of each layer's attention, None where it has none.
-
-    Raises:
-        ValueError: if the configuration does not say it of every layer, or describes what cannot be.
-    """
+    """The rotary positions of each layer's attention, None where it has none."""
 
     def of_each(attribute: str | None, listed: list[Any]) -> list[Any]:
         if len(set(listed)) == 1:
