@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +18,8 @@ from surgeon.models.weights import Tensors
 from surgeon.runtime.kernels.functions import Kernels, Weighting, Window, kernels_for
 from surgeon.runtime.kernels.triton.functions import Placing, triton_kernels_for
 from surgeon.runtime.model.attending import Pass
-from surgeon.runtime.model.linear import LinearMap, count_outputs, second_factor
+from surgeon.runtime.model.latent import LatentMaps
+from surgeon.runtime.model.linear import count_outputs, second_factor
 from surgeon.runtime.model.low_rank import Maps, Sharing
 from surgeon.runtime.model.rotary import AllAngles, mean_squares, place_
 from surgeon.runtime.plan.specification import Plan
@@ -138,22 +138,6 @@ def norm_before(tensors: Tensors, plan: Plan) -> Norm | Unnormed:
     return Unnormed()
 
 
-class AttentionMaps(Protocol):
-    """The linear maps of an attention's slice.
-
-    Attributes:
-        later: the roles whose second factors they leave out.
-    """
-
-    later: frozenset[str]
-
-    def reading(self, roles: list[str], /) -> LinearMap:
-        """The projections with these roles, of the normed stream: (T, h) to (T, all out_features)."""
-
-    def writing(self, role: str, /) -> LinearMap:
-        """The projection to the stream."""
-
-
 class Attention:
     """A slice of an attention sublayer, its norm inside; the output is the slice's part of the sum.
 
@@ -169,7 +153,7 @@ class Attention:
     def __init__(
         self,
         tensors: Tensors,
-        maps: AttentionMaps,
+        maps: Maps | LatentMaps,
         spec: SublayerSpec,
         plan: Plan,
         window: int | None,
