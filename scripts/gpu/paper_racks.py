@@ -30,7 +30,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from scripts.bench.pipelined_ranks import finish
 from scripts.bench.rack_model import Rack, Stretch, cut, next_token_loss
 from scripts.cost.racks import SIZES, model_entries
-from surgeon.benchmarks.passes import DeviceClock, HostClock, now
+from surgeon.benchmarks.passes import now
 from surgeon.checkpoint.read import read_json
 from surgeon.memory import show_size
 
@@ -96,7 +96,6 @@ class RackRank:
         self.job, self.rank = job, rank
         self.last = rank == job.racks - 1
         self.device = torch.device(job.device, rank) if job.device == "cuda" else torch.device("cpu")
-        self.clock: HostClock = DeviceClock.of(self.device) if job.device == "cuda" else HostClock()
         self.marks: list[tuple[Any, Any]] = []
         self.sent: Counter[str] = Counter()
         stretch = self._stretch(cut(job.config.num_hidden_layers, job.racks)[rank])
@@ -139,11 +138,25 @@ class RackRank:
         schedules._batch_p2p = counted  # type: ignore[assignment]
 
     def marked(self, compute: Callable[[], Any]) -> Any:
-        """Compute something, and note when it began and ended."""
-        began = self.clock.mark()
+        """Compute something, and note when it began and ended, on a GPU by events."""
+        began = self._mark()
         found = compute()
-        self.marks.append((began, self.clock.mark()))
+        self.marks.append((began, self._mark()))
         return found
+
+    def _mark(self) -> Any:
+        if self.device.type == "cpu":
+            return now()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _computed(self) -> float:
+        """Seconds between the marks, when all of it has ended."""
+        if self.device.type == "cpu":
+            return sum(end - began for began, end in self.marks)
+        torch.cuda.synchronize(self.device)
+        return sum(began.elapsed_time(end) for began, end in self.marks) / 1e3
 
     def train(self) -> dict[str, Any]:
         """All steps; of those that are measured, when each ended and how long this rank computed."""
@@ -153,12 +166,10 @@ class RackRank:
         for _ in range(self.job.warm + self.job.measured):
             batch = torch.randint(self.job.config.vocab_size, shape, generator=generator).to(self.device)
             self.marks.clear()
-            self.clock.begin()
             self._step(batch)
             self.marked(self.optimiser.step)
             self.optimiser.zero_grad()
-            self.clock.end()
-            computed.append(sum(self.clock.read(end) - self.clock.read(began) for began, end in self.marks))
+            computed.append(self._computed())
             ends.append(now())
         steps = self.job.warm + self.job.measured
         memory = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None

@@ -22,7 +22,6 @@ from surgeon.runtime.batching.request import Request
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm.collectives import Counts
-from surgeon.runtime.plan.mixtures import A_MIXTURE
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.ranks import Ranks
 
@@ -35,9 +34,8 @@ class Split:
     """Where the time of one forward pass goes on the rank that waits most: means over the passes of a run, seconds.
 
     Attributes:
-        waiting: in collectives; NaN where that was not marked.
+        waiting: in collectives; NaN where that is not known.
         compute: everything else.
-        launching: until all of the pass was launched on a GPU, which computes meanwhile; NaN elsewhere.
         layers: collectives of the program's steps and forks, of one pass.
         vocabulary: collectives of the embedding and the output head, of one pass.
     """
@@ -47,7 +45,6 @@ class Split:
     compute: float
     layers: Counts
     vocabulary: Counts
-    launching: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -97,24 +94,22 @@ class RankBench:
         plans: of the programs, by name.
         unconnected: names of those whose ranks do not wait for each other.
         pass_tokens: of prompts that are computed in one pass at most; None for all of them.
-        experts: how ranks share those of a program, where that was open.
     """
 
     ranks: Ranks
     plans: Mapping[str, Plan]
     unconnected: Collection[str] = ()
     pass_tokens: int | None = None
-    experts: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def load(cls, ranks: Ranks, plans: Mapping[str, Plan], unconnected: Collection[str] = ()) -> RankBench:
-        times = {name: ranks.call(load_timed, plan, name, name not in unconnected)[0] for name, plan in plans.items()}
-        experts = {name: one.line(A_MIXTURE) for name, one in times.items() if one is not None}
-        return cls(ranks, plans, unconnected, experts=experts)
+        for name, plan in plans.items():
+            ranks.call(load_timed, plan, name, name not in unconnected)
+        return cls(ranks, plans, unconnected)
 
-    def run(self, name: str, load: Workload, marked: bool = False) -> list[RankRun]:
+    def run(self, name: str, load: Workload, profiled: bool = False) -> list[RankRun]:
         """Run one program once; what each rank measured, as `run_timed` has it."""
-        runs: list[RankRun] = self.ranks.call(run_timed, *self._given(name, load), name, marked)
+        runs: list[RankRun] = self.ranks.call(run_timed, *self._given(name, load), name, profiled)
         return runs
 
     def _given(self, name: str, load: Workload) -> tuple[list[Request], int, Limits]:
@@ -147,15 +142,13 @@ class RankBench:
         return results
 
     def split(self, name: str, load: Workload, rounds: Sequence[Measurement]) -> list[Measurement]:
-        """Measurements that say what passes wait for on GPUs, too: as in one more run, in which passes are marked.
+        """Measurements that say how long passes wait on GPUs, too: as in one more run, with a profiler.
 
-        Marks take time, so that the other figures stay what they are.
+        That takes time, so that the other figures stay what they are.
         """
         if self.ranks.options.device != "cuda":
             return list(rounds)
-        for _ in range(2):  # the first time, passes are recorded anew
-            runs = self.run(name, load, marked=True)
-        found = summarise(runs, load, name not in self.unconnected)
+        found = summarise(self.run(name, load, profiled=True), load, name not in self.unconnected)
         return [replace(one, prefill_pass=found.prefill_pass, decode_pass=found.decode_pass) for one in rounds]
 
     def profile(self, load: Workload, path: Path) -> tuple[Path, ...]:
@@ -202,6 +195,5 @@ def _split(passes_by_rank: list[list[PassTiming]]) -> Split:
     for rank, passes in enumerate(passes_by_rank):
         waiting = fmean(math.nan if one.waiting is None else one.waiting for one in passes)
         compute = fmean(one.seconds for one in passes) - waiting
-        launching = fmean(one.launching for one in passes)
-        splits.append(Split(rank, waiting, compute, passes[-1].layers, passes[-1].vocabulary, launching))
+        splits.append(Split(rank, waiting, compute, passes[-1].layers, passes[-1].vocabulary))
     return max(splits, key=lambda split: (0 if math.isnan(split.waiting) else split.waiting, split.compute))

@@ -5,14 +5,11 @@ Times are the machine's monotonic clock in seconds, so that those of its ranks c
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
-
-import torch
 
 from surgeon.language.program import Step
 from surgeon.runtime.comm.collectives import Counts
@@ -24,76 +21,6 @@ STARTING = "starting"
 WAITING = "waiting"
 
 now = time.perf_counter  # one clock for all processes of a machine on Linux
-
-Mark = Any  # what a clock's `read` takes
-UNKNOWN = math.nan  # seconds of what nobody has marked
-
-
-class HostClock:
-    """Marks moments of the process's own time.
-
-    Attributes:
-        deferred: whether marks can be read only when a pass is over.
-        launched: when this process made the last mark; NaN where nothing is launched.
-    """
-
-    deferred = False
-    launched = UNKNOWN
-
-    def begin(self) -> None:
-        """Before a pass, when the device has nothing to do."""
-
-    def mark(self) -> Mark:
-        """This moment of the work."""
-        return now()
-
-    def end(self) -> None:
-        """After a pass: from here on its marks can be read."""
-
-    def read(self, mark: Mark) -> float:
-        """Seconds, on the process's monotonic clock."""
-        return float(mark)
-
-
-class DeviceClock(HostClock):
-    """Events on a GPU's current stream, which it notes when it comes to them, in replays of recorded passes, too.
-
-    A GPU goes on while its process waits or launches more, so events are read when the pass is over.
-
-    Args:
-        make: makes an event (`record`, `elapsed_time` in milliseconds), which recordings of passes may hold.
-        wait: until the device has come to all of them.
-    """
-
-    deferred = True
-    launched = 0.0
-
-    def __init__(self, make: Callable[[], Any], wait: Callable[[], object]) -> None:
-        self._make = make
-        self._wait = wait
-        self._first = make()
-        self._began = 0.0
-
-    @classmethod
-    def of(cls, device: torch.device) -> DeviceClock:
-        return cls(lambda: torch.cuda.Event(enable_timing=True, external=True), lambda: torch.cuda.synchronize(device))
-
-    def begin(self) -> None:
-        self._first = self._make()
-        self._first.record()
-        self._began = now()
-
-    def mark(self) -> Mark:
-        event = self._make()
-        event.record()
-        self.launched = now()
-        return event
-
-    def end(self) -> None:
-        self._wait()
-
-    def read(self, mark: Mark) -> float:
-        return self._began + float(self._first.elapsed_time(mark)) / 1e3
 
 
 @dataclass(slots=True)
@@ -137,10 +64,6 @@ class Exchange:
     def seconds(self) -> float:
         return self.started - self.began + self.ended - self.waited
 
-    def read(self, read: Callable[[Mark], float]) -> Exchange:
-        """The same with seconds in place of marks."""
-        return Exchange(*map(read, (self.began, self.started, self.waited, self.ended)))
-
 
 @dataclass(slots=True)
 class PassTiming:
@@ -156,7 +79,6 @@ class PassTiming:
         vocabulary: collectives of the embedding and the output head.
         starting: of waiting, what it took to start a collective, the mean.
         inside: how many collectives each step waited for before it had computed its part.
-        launching: seconds until all of it was launched on a GPU; NaN elsewhere, and where it was not marked.
     """
 
     decode: bool
@@ -169,7 +91,6 @@ class PassTiming:
     vocabulary: Counts
     starting: float = 0.0
     inside: list[int] = field(default_factory=list)
-    launching: float = UNKNOWN
 
     @property
     def seconds(self) -> float:
@@ -194,14 +115,12 @@ class PassRecorder:
 
     Attributes:
         figures: of the engine, which tell collectives of the vocabulary from others.
-        clock: that marks the beginning and the end of steps and exchanges; what they are is read at the pass's end.
-        marking: whether it does.
+        marking: whether the beginning and the end of steps and exchanges are noted, as the process comes to them.
         what: being computed.
         profiled: whether steps have names in a profile.
     """
 
     figures: Figures
-    clock: HostClock = field(default_factory=HostClock)
     marking: bool = True
     what: Step | str = ""
     profiled: bool = False
@@ -216,7 +135,8 @@ class PassRecorder:
             sent: the collectives of the program's steps, and those of the vocabulary. A pass that is replayed from a
                 recording starts no exchange that could be seen here.
         """
-        self._read()
+        for one in self.computations:
+            one.waited = sum(exchange.seconds for exchange in self.exchanges[one.first : one.first + one.inside])
         self.passes.append(
             PassTiming(
                 decode=decode,
@@ -229,21 +149,9 @@ class PassRecorder:
                 vocabulary=sent[1],
                 starting=fmean(one.started - one.began for one in self.exchanges) if self.exchanges else 0.0,
                 inside=[one.inside for one in self.computations],
-                launching=self.clock.launched - began if self.marking else UNKNOWN,
             )
         )
         self.drop()
-
-    def _read(self) -> None:
-        if self.marking and self.clock.deferred:
-            self.clock.end()
-            read = self.clock.read
-            self.computations = [
-                replace(one, began=read(one.began), ended=read(one.ended)) for one in self.computations
-            ]
-            self.exchanges = [one.read(read) for one in self.exchanges]
-        for one in self.computations:
-            one.waited = sum(exchange.seconds for exchange in self.exchanges[one.first : one.first + one.inside])
 
     def drop(self) -> None:
         """Begin another pass."""

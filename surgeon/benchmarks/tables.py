@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from statistics import median
@@ -69,11 +68,9 @@ def _split_columns(phase: str, splits: Sequence[Split]) -> dict[str, object]:
     if not splits:
         return {}
     last = splits[-1]
-    launching = median(split.launching for split in splits) * MS
     return {
         f"{phase}_compute_ms": median(split.compute for split in splits) * MS,
         f"{phase}_waiting_ms": median(split.waiting for split in splits) * MS,
-        **({} if math.isnan(launching) else {f"{phase}_launching_ms": launching}),
         f"{phase}_all_reduces": last.layers.all_reduces,
         f"{phase}_all_gathers": last.layers.all_gathers,
         f"{phase}_bytes": last.layers.bytes,

@@ -1,17 +1,18 @@
 """Where the time of forward passes goes, on every rank: in computing, or in waiting for other ranks.
 
 A `TimedEngine` computes what a `RankEngine` does, and notes when each step was computed and when each collective was
-started and waited for (passes.py). On a GPU a mark is an event, which takes time of its own:
-there passes are marked where that is asked for.
+started and waited for (passes.py). A GPU goes on while its process waits or launches more: there `torch.profiler` says,
+where that is asked for, when it computed and when nothing but collectives ran.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -21,9 +22,7 @@ from surgeon.benchmarks.passes import (
     STARTING,
     WAITING,
     Computation,
-    DeviceClock,
     Exchange,
-    HostClock,
     PassRecorder,
     RankRun,
     now,
@@ -36,17 +35,20 @@ from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.sequence import Row
 from surgeon.runtime.comm.collectives import Around, Collectives, Counts, Unconnected
 from surgeon.runtime.comm.link import EmulatedLink, Link
-from surgeon.runtime.kernels.recording import GraphRecorder, T, spanned
+from surgeon.runtime.kernels.recording import spanned
 from surgeon.runtime.model.attending import Pass
 from surgeon.runtime.model.engine import Figures, RankEngine, ways_through
 from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.program import RankMachine, RankProgram, WorkAhead
 from surgeon.runtime.model.rank_model import Results
-from surgeon.runtime.plan.mixtures import ExpertTimes
 from surgeon.runtime.plan.placement import Group
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.rank import Rank
 from surgeon.runtime.worker.worker import complete, keep
+
+PASS = "pass"  # what a profile calls one
+COLLECTIVE = re.compile("nccl|all_reduce", re.IGNORECASE)  # in the names of their kernels
+ACTIVITIES = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
 
 
 class TimedCollectives(Around):
@@ -73,7 +75,6 @@ class TimedCollectives(Around):
         recorder = self.recorder
         if not recorder.marking:
             return start(tensor, counts)
-        mark = recorder.clock.mark
         profiled = recorder.profiled
         figures = recorder.figures
         if counts is figures.prefill.vocabulary or counts is figures.decode.vocabulary:
@@ -82,10 +83,10 @@ class TimedCollectives(Around):
             name = f"{kind} {recorder.what}"
         sent = counts.bytes
         span: list[Exchange] = []
-        began = mark()
+        began = now()
         with spanned((STARTING, span)), in_profile(f"start {name}", profiled):
             wait = start(tensor, counts)
-        started = mark()
+        started = now()
         if counts.bytes == sent:
             return wait
         exchange = Exchange(began, started)
@@ -93,10 +94,10 @@ class TimedCollectives(Around):
         span.append(exchange)
 
         def timed_wait() -> Tensor:
-            exchange.waited = mark()
+            exchange.waited = now()
             with spanned((WAITING, span)), in_profile(f"wait for {name}", profiled):
                 result = wait()
-            exchange.ended = mark()
+            exchange.ended = now()
             return result
 
         return timed_wait
@@ -106,23 +107,12 @@ class TimedEngine(RankEngine):
     """A rank's engine that notes where its passes' time goes."""
 
     def __init__(self, plan: Plan, rank: Rank, collectives: Collectives) -> None:
-        on_gpu = rank.device.type == "cuda"
-        self.recorder = PassRecorder(Figures(), DeviceClock.of(rank.device) if on_gpu else HostClock(), not on_gpu)
+        self.recorder = PassRecorder(Figures(), marking=rank.device.type == "cpu")
         timed = TimedCollectives(collectives, self.recorder)
         super().__init__(plan, timed, rank.device, rank.engines.values())
         model = self.model
         model.machine = partial(TimedMachine, self.recorder)
         model.watcher = self.recorder.replayed
-        if model.graphs is not None:
-            model.graphs = watched(model.graphs, self.recorder)
-            self.ways = ways_through(model)
-
-    def mark(self, marking: bool) -> None:
-        """Say whether passes are marked where that takes time; with marks and without they are recorded anew."""
-        if self.recorder.clock.deferred and marking != self.recorder.marking:
-            self.recorder.marking = marking
-            self.ways = ways_through(self.model)
-            self.forget_cache()
 
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
         began = self._since or now()
@@ -131,9 +121,8 @@ class TimedEngine(RankEngine):
             phase is figures.decode: (phase.layers.copy(), phase.vocabulary.copy())
             for phase in (figures.prefill, figures.decode)
         }
-        if self.recorder.marking:
-            self.recorder.clock.begin()
-        results = super().step(rows, cache)
+        with in_profile(PASS, self.recorder.profiled):
+            results = super().step(rows, cache)
         phase = self.model.counts
         decode = phase is figures.decode
         sent = [after - then for after, then in zip((phase.layers, phase.vocabulary), before[decode], strict=True)]
@@ -157,11 +146,11 @@ class TimedMachine(RankMachine):
             with in_profile(step, recorder.profiled):
                 return super().compute(step, stream)
         first = len(recorder.exchanges)
-        began = recorder.clock.mark()
+        began = now()
         with spanned((COMPUTING, None)), in_profile(step, recorder.profiled):
             partial = super().compute(step, stream)
         inside = len(recorder.exchanges) - first
-        recorder.computations.append(Computation(began, recorder.clock.mark(), inside, first=first))
+        recorder.computations.append(Computation(began, now(), inside, first=first))
         return partial
 
     def join(self, fork: Fork, added: Tensor) -> Partial:
@@ -169,34 +158,8 @@ class TimedMachine(RankMachine):
         return super().join(fork, added)
 
 
-def watched(graphs: GraphRecorder, recorder: PassRecorder) -> GraphRecorder:
-    """Records passes so that every replay notes the steps and exchanges that were marked in the recording."""
-
-    def record(compute: Callable[[], T]) -> Callable[[], T]:
-        def once() -> T:
-            recorder.drop()  # it is computed several times, and the last time is what is recorded
-            return compute()
-
-        replay = graphs(once)
-        noted = recorder.computations, recorder.exchanges
-        recorder.drop()
-
-        def again() -> T:
-            recorder.computations, recorder.exchanges = noted
-            found: T = replay()
-            if recorder.marking:
-                recorder.clock.mark()  # now all of it is launched
-            return found
-
-        return again
-
-    return record
-
-
-def load_timed(
-    rank: Rank, plan: Plan, name: str, connected: bool = True, link: Link | None = None
-) -> ExpertTimes | None:
-    """Runs on a rank: load its slices of a model, and keep the timed engine under a name; as `load` returns.
+def load_timed(rank: Rank, plan: Plan, name: str, connected: bool = True, link: Link | None = None) -> None:
+    """Runs on a rank: load its slices of a model, and keep the timed engine under a name.
 
     Args:
         connected: whether ranks wait for each other and add up what they compute; without, what they compute is wrong.
@@ -208,9 +171,7 @@ def load_timed(
             collectives = Unconnected(rank.rank, tuple(range(rank.settings.options.ranks)))
         elif link is not None:
             collectives = EmulatedLink(collectives, link)
-    engine = TimedEngine(plan, rank, collectives)
-    keep(rank, name, engine)
-    return engine.model.expert_times
+    keep(rank, name, TimedEngine(plan, rank, collectives))
 
 
 def run_timed(
@@ -219,26 +180,53 @@ def run_timed(
     blocks: int,
     limits: Limits,
     name: str,
-    marked: bool = False,
+    profiled: bool = False,
 ) -> RankRun:
     """Runs on a rank: continue texts until all have ended, and say where the time went.
 
     Args:
-        marked: whether to say on GPUs, too, what passes wait; that takes time.
+        profiled: whether to say on GPUs, too, what passes wait; that takes time.
 
     Raises:
         UndefinedLogits: if the model predicts nothing for one of them.
     """
     engine: TimedEngine = rank.engines[name]
     recorder = engine.recorder
-    engine.mark(marked)
     recorder.passes = []
     recorder.drop()
     began = now()
-    outputs, _ = complete(rank, requests, blocks, limits, name)
+    with profile(activities=ACTIVITIES) if profiled else nullcontext() as profiler:
+        recorder.profiled = profiled
+        outputs, _ = complete(rank, requests, blocks, limits, name)
+        recorder.profiled = False
+    if profiler is not None:
+        for one, waiting in zip(recorder.passes, waits_of_passes(profiler.events() or ()), strict=True):
+            one.waiting = waiting
     if any(output.finish_reason == "undefined" for output in outputs):
         raise UndefinedLogits(f"the logits of {name} are not finite (NaN or infinity); are the weights damaged?")
     return RankRun(began, recorder.passes)
+
+
+def waits_of_passes(events: Iterable[Any]) -> list[float]:
+    """Seconds of each pass of a profile in which a GPU did nothing but collectives."""
+    seen = list(events)
+    passes = [one.time_range for one in seen if one.name == PASS and one.device_type.name == "CPU"]
+    kernels = [one for one in seen if one.device_type.name == "CUDA" and not one.is_user_annotation]
+    all_ = [one.time_range for one in kernels]
+    computing = [one.time_range for one in kernels if not COLLECTIVE.search(one.name)]
+    passes.sort(key=lambda span: float(span.start))
+    return [(_covered(all_, span) - _covered(computing, span)) / 1e6 for span in passes]
+
+
+def _covered(spans: Sequence[Any], within: Any) -> float:
+    """How much of a span others cover together."""
+    total = 0.0
+    until = within.start
+    for one in sorted(spans, key=lambda span: float(span.start)):
+        end = min(one.end, within.end)
+        total += max(0.0, end - max(one.start, until))
+        until = max(until, end)
+    return total
 
 
 def in_profile(what: object, wanted: bool) -> AbstractContextManager[object]:
@@ -275,14 +263,12 @@ def write_profile(rank: Rank, runs: Sequence[Profiled], file: str) -> None:
         OSError: if the file cannot be written.
     """
     on_gpu = rank.device.type == "cuda"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     for run in runs:
         engine: TimedEngine = rank.engines[run.name]
-        engine.mark(False)
         if not on_gpu:
             engine.ways = tuple(way for way in engine.ways if not way.holds_caches)
         complete(rank, run.requests, run.blocks, run.limits, run.name)
-    with profile(activities=activities) as profiler:
+    with profile(activities=ACTIVITIES[: 1 + on_gpu]) as profiler:
         for run in runs:
             engine = rank.engines[run.name]
             engine.recorder.profiled = True

@@ -96,8 +96,8 @@ def bench(
     Everything is loaded by the same ranks and measured in turns; a ratio is the median over the rounds of the one
     taken in each. First token: from being asked until every text has one. Per token: a decoding pass. Tokens/s: new
     tokens of all texts, from being asked to the last. Waiting: time in collectives; "32+2" are 32 of the program's
-    steps and 2 of embedding and head. Bytes are those of the program's steps, of one rank. On GPUs waiting is told by
-    CUDA events in one more run, and beside it when all of a pass was launched.
+    steps and 2 of embedding and head. Bytes are those of the program's steps, of one rank. On GPUs a profiler tells
+    waiting, in one more run.
 
     Caches have all the memory they need here, so that --kv auto is full; --kv lowrank is for the programs that have
     factors of k and v, beside others that have none.
@@ -164,7 +164,6 @@ def bench(
     used = dict.fromkeys(kernels_used(on.device, plan.dtype) for plan in plans.values())
     settings: dict[str, Any] = {"heading": heading, "seed": load.seed, "place": place, "rounds": rounds}
     settings["kernels"] = ", ".join(used)
-    settings |= {"experts": measured.experts} if measured.experts else {}
     if divergence:
         predicted = min(sum(len(window) - 1 for window in texts) for texts in windows.values())
         settings |= {"compression": kind, "compared": data or RANDOM, "predicted": predicted}

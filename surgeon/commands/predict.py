@@ -199,7 +199,7 @@ def predict(
             fit into memory; in a sweep that is said in its cells.
     """
     from surgeon.commands.opening import as_list, as_range
-    from surgeon.commands.predictions import PredictionInputs, experts_of, heading_of, record_of
+    from surgeon.commands.predictions import PredictionInputs, heading_of, record_of
     from surgeon.cost.candidates import open_candidates
     from surgeon.cost.sweep import explain_memory, prediction_table
     from surgeon.findings.prediction import Predictions
@@ -214,8 +214,6 @@ def predict(
         if cell.refused:
             raise ValueError(cell.refused if cell.prediction is None else explain_memory(cell, machine))
     said: dict[str, Any] = {"heading": heading_of(machine, cells), "swept": question.swept}
-    if lines := experts_of(cells):
-        said["experts"] = lines
     name = model.name if isinstance(model, Model | EditedModel) else str(model)
     found = Predictions(prediction_table(cells), cells, record=said | {"model": name})
     if question.folder is None:

@@ -107,16 +107,6 @@ def heading_of(hardware: Hardware, cells: Sequence[SweepCell]) -> str:
     return f"{cells[0].candidate.model.label} on {hardware.name}: {', '.join(words)}"
 
 
-def experts_of(cells: Sequence[SweepCell]) -> list[str]:
-    """List how ranks share the experts of each program, where that was open."""
-    lines = {
-        (cell.candidate.name, cell.deployment.ranks): cell.prediction.experts.line("a pass")
-        for cell in cells
-        if cell.prediction is not None and cell.prediction.experts is not None
-    }
-    return [f"{name} on {words_of('ranks', ranks)}: {line}" for (name, ranks), line in lines.items()]
-
-
 def record_of(name: str, hardware: Hardware, cells: Sequence[SweepCell], said: dict[str, Any]) -> dict[str, Any]:
     """Record what is to be known of predictions beside their table."""
     programs = {

@@ -37,18 +37,16 @@ class Serving:
         name: what clients call the model.
         url: where they find the API.
         capacity: how many texts there is room for.
-        kernels, experts: as of a `Service`.
+        kernels: as of a `Service`.
     """
 
     name: str
     url: str
     capacity: Capacity
     kernels: str
-    experts: str | None = None
 
     def __str__(self) -> str:
-        lines = [f"serving {self.name} at {self.url}", self.capacity.line(), f"kernels: {self.kernels}", self.experts]
-        return "\n".join(filter(None, lines))
+        return f"serving {self.name} at {self.url}\n{self.capacity.line()}\nkernels: {self.kernels}"
 
 
 def _show(call: Callable[..., None]) -> None:
@@ -175,7 +173,7 @@ def serve(
         with Service(opened, options, tokenizer) as service:
             name = served_model_name or opened.public_name
             state = ServerState(service, Texts(tokenizer), name, options.most_open, defaults, api_key, origins)
-            serving = Serving(name, url_of(bound), service.capacity, service.kernels, service.experts)
+            serving = Serving(name, url_of(bound), service.capacity, service.kernels)
             run(state, bound, lambda: on_start(serving))
 
 

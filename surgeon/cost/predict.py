@@ -12,8 +12,6 @@ from surgeon.cost.work import Forward
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.models.shapes import ModelShapes
-from surgeon.runtime.plan.mixtures import ExpertTimes
-from surgeon.runtime.plan.placement import open_mixture
 from surgeon.runtime.plan.specification import Plan
 
 
@@ -25,7 +23,6 @@ class Prediction:
         prefill: the pass over all prompts, which brings the first token.
         decode: the mean pass of one token of each text; None if only one token is asked for.
         memory: of the rank that needs most.
-        experts: by which it was settled how ranks share those of mixtures, where that was open.
     """
 
     plan: Plan
@@ -33,7 +30,6 @@ class Prediction:
     prefill: PassCost
     decode: PassCost | None
     memory: Room
-    experts: ExpertTimes | None = None
 
     @property
     def first_token(self) -> float:
@@ -73,23 +69,11 @@ def predict(
     """
     dtype = deployment.dtype or hardware.dtype(shapes.dtype)
     plan = plan_on_paper(shapes, program, deployment.ranks, workload.length, dtype, deployment.low_rank, deployment.kv)
-    experts = _expert_times(shapes, plan, hardware, deployment)
-    if experts is not None:
-        plan = replace(plan, mixtures=replace(plan.mixtures, dividing=experts.dividing))
     ranks = PredictedRanks(shapes, plan, hardware, deployment)
     prefill = ranks.forward(Forward(workload.batch, workload.prompt, asked=1), graphs=False)
     decode = mean_decode(ranks, workload) if workload.new > 1 else None
     memory = room(shapes, plan, hardware, workload.batch, workload.prompt)
-    return Prediction(plan, workload, prefill, decode, memory, experts)
-
-
-def _expert_times(shapes: ModelShapes, plan: Plan, hardware: Hardware, deployment: Deployment) -> ExpertTimes | None:
-    """A pass of one token by either way of sharing experts; None where one of them is given."""
-    if not any(open_mixture(plan, rank) for rank in range(plan.ranks)):
-        return None
-    ways = (replace(plan, mixtures=replace(plan.mixtures, dividing=way)) for way in (False, True))
-    ranks = (PredictedRanks(shapes, way, hardware, deployment) for way in ways)
-    return ExpertTimes(*(one.forward(Forward(1, 1), one.captured).seconds for one in ranks))
+    return Prediction(plan, workload, prefill, decode, memory)
 
 
 def mean_decode(ranks: PredictedRanks, workload: Workload) -> PassCost:

@@ -45,7 +45,6 @@ class Benchmark(RunResult):
         parts = [hanging("", self.heading)]
         if "kernels" in self.record:  # not in older ones
             parts.append(hanging("kernels: ", self.record["kernels"]))
-        parts += [hanging(f"{name}: ", line) for name, line in self.record.get("experts", {}).items()]
         return "\n\n".join(["\n".join(parts), *map(str, self._tables())])
 
     def _tables(self) -> Iterator[Table]:
@@ -60,10 +59,6 @@ class Benchmark(RunResult):
         head = [*begin, "first token, ms", "prefill, ms", "decode, ms", "per token, ms", "tokens/s"]
         yield Table("Latency, medians over rounds", head, rows(*(table[name] for name in COLUMNS)))
         yield self._passes()
-        if "decode_launching_ms" in table:
-            whole = table["decode_compute_ms"] + table["decode_waiting_ms"]
-            caption = "Until all of a decoding pass was launched, and the whole of it"
-            yield Table(caption, [*begin, "launched, ms", "pass, ms"], rows(table["decode_launching_ms"], whole))
         if table["program"].nunique() > 1:
             ends = (table[f"per_token_speedup_{end}"] for end in ("low", "high"))
             names = ("effective_depth", "sync_points", *RATIOS[:2])

@@ -82,11 +82,9 @@ class Finding:
         text: one or two sentences in plain language.
         figure: the number to remember, if it is one of those at the top, with what it is.
         label: what the number is.
-        table: the numbers behind it.
     """
 
     lead: str
     text: str
     figure: str = ""
     label: str = ""
-    table: Table | None = None

@@ -62,7 +62,7 @@ class Predictions(RunResult):
             tables.append(self._passes())
             if self.speeds["program"].nunique() > 1:
                 tables.append(self._ratios())
-        return "\n\n".join([hanging("", self.heading), *map(str, tables), *self.record.get("experts", ())])
+        return "\n\n".join([hanging("", self.heading), *map(str, tables)])
 
     def _cells(self) -> Table:
         table = self.speeds

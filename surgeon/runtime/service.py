@@ -38,7 +38,6 @@ from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.codas import with_coda
 from surgeon.runtime.plan.drafts import with_draft
 from surgeon.runtime.plan.memory import Capacity, choose_cache
-from surgeon.runtime.plan.mixtures import A_MIXTURE, ExpertTimes
 from surgeon.runtime.plan.stretches import with_stretches
 from surgeon.runtime.service_options import CODA, LOOKUP, ServiceOptions
 from surgeon.runtime.stream import OpenRequest, Stream
@@ -58,7 +57,6 @@ class Service(AbstractContextManager["Service"]):
         blocks: of the cache, each for 16 tokens of one group of attentions (`cache_groups`).
         capacity: how many texts the cache holds.
         kernels: that compute beside matrix products, "Triton", "C++" or "none" and why.
-        experts: how ranks share those of mixtures, where that was open.
         max_tokens: the most that prompt and output of a request may have together: what the model and the whole
             cache have room for.
         failure: why the ranks have ended (`RankFailed`), noticed within seconds also while no request is open; None
@@ -148,8 +146,7 @@ class Service(AbstractContextManager["Service"]):
     def _start(self) -> None:
         if self.plan.stretches:
             connect(self._ranks)
-        times: ExpertTimes | None = self._ranks.call(load, self.plan)[0]
-        self.experts = None if times is None else times.line(A_MIXTURE)
+        self._ranks.call(load, self.plan)
         self._thread.start()
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self.failure or self._recorded.all)

@@ -20,19 +20,19 @@ from surgeon.language.program import Fork, Node, Program, Step
 from surgeon.language.sublayer import ATTENTION, WRITING, Sublayer
 from surgeon.models.families import Projection
 from surgeon.models.weights import ModelWeights, Tensors
-from surgeon.runtime.comm.collectives import Collectives, Counts
+from surgeon.runtime.comm.collectives import Collectives
 from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.kernels.recording import Arena, CudaRecorder, GraphRecorder, Recording, Replay
 from surgeon.runtime.model.attending import Pass
 from surgeon.runtime.model.latent import LatentMaps
 from surgeon.runtime.model.layers import Attention, FeedForward, Norm, Rebuild, torch_dtype
 from surgeon.runtime.model.linear import Linear, LinearMap, count_outputs, is_factored
-from surgeon.runtime.model.low_rank import Maps, Sharing, gathering_is_faster, time_of
+from surgeon.runtime.model.low_rank import Maps, Sharing, gathering_is_faster
 from surgeon.runtime.model.mixture import MixtureOfExperts
 from surgeon.runtime.model.outputs import StepOutputs, summed_in_rank_space
 from surgeon.runtime.model.phase import Phase
 from surgeon.runtime.model.rotary import centred, in_halves
-from surgeon.runtime.plan.mixtures import ExpertTimes, WholeExperts
+from surgeon.runtime.plan.mixtures import WholeExperts
 from surgeon.runtime.plan.placement import (
     Group,
     Part,
@@ -40,7 +40,6 @@ from surgeon.runtime.plan.placement import (
     assigned_branches,
     computed_of,
     groups_within,
-    open_mixture,
     rank_work,
     whole_experts,
     work_of,
@@ -48,7 +47,6 @@ from surgeon.runtime.plan.placement import (
 from surgeon.runtime.plan.specification import Plan
 
 Made = Attention | FeedForward | MixtureOfExperts  # computes a part
-MEASURED_TOKENS = 8  # to find out how experts are better shared
 PartKey = tuple[Sublayer, Group, range | None]
 
 
@@ -60,7 +58,6 @@ class RankProgram:
     Attributes:
         counts: where collectives are counted now; may be replaced.
         graphs: records passes that are captured; None where they are not.
-        expert_times: by which it was settled how ranks share experts, where that was open.
         passes: how many there have been; of the one being computed, the share of its steps that is done.
         slots: the attentions among the parts of its work, by their slots of the cache.
         travelling: nodes whose sums are on their way while something else is computed.
@@ -88,7 +85,6 @@ class RankProgram:
         self.sublayers: dict[PartKey, Made] = {}
         self.norms: dict[Sublayer, Norm] = {}
         self.outputs: dict[Step, StepOutputs] = {}  # of steps that this rank has slices of
-        self.expert_times: ExpertTimes | None = None
         self._ways: dict[tuple[object, ...], bool] = {}  # whether first factors of one shape are shared out
         attended = self.program.attended
         before = Program(self.program.nodes[:attended])
@@ -102,7 +98,6 @@ class RankProgram:
             beside: what this rank has loaded already; a slice of the same weights is taken from there.
         """
         beside = [other for other in beside if self.has_weights_of(other)]
-        self._settle_experts(source, beside)
         alike = (other.sublayers.items() for other in beside)
         there = {key: made for sublayers in alike for key, made in sublayers if not self.plan.exchanges(key[0])}
         for work in self.work:
@@ -119,40 +114,6 @@ class RankProgram:
                 key = self.key(part)
                 if key not in self.sublayers:
                     self.sublayers[key] = there.get(key) or self._part(work, part, source)
-
-    def _settle_experts(self, source: ModelWeights, beside: list[RankProgram]) -> None:
-        """Measure how experts are better shared, where that is open: by a rank's first such mixture, on all ranks.
-
-        What is settled holds for the whole program, and for others over the same weights.
-        """
-        parts = [open_mixture(self.plan, rank) for rank in range(self.plan.ranks)]
-        if not any(parts):
-            return
-        known = (other.expert_times for other in beside if other.expert_times is not None)
-        self.expert_times = next(known, None) or self._measured_experts(parts[self.rank], source)
-        self.plan = replace(self.plan, mixtures=replace(self.plan.mixtures, dividing=self.expert_times.dividing))
-
-    def _measured_experts(self, part: Part | None, source: ModelWeights) -> ExpertTimes:
-        """Both ways of sharing a mixture's experts, of some tokens one by one; a rank without any waits for nobody."""
-        times = torch.zeros(2, MEASURED_TOKENS, dtype=torch.float64, device=self.device)
-        if part is not None:
-            for own, way in zip(times, (False, True), strict=True):
-                mixtures = replace(self.plan.mixtures, dividing=way)
-                whole = mixtures.whole_experts(part.sublayer, len(part.sharers))
-                own.copy_(self._times_of(self._mixture(part, source, whole)))
-        return ExpertTimes(*self.collectives.exact.all_gather(times, Counts()).amax(0).mean(1).tolist())
-
-    @torch.inference_mode()
-    def _times_of(self, made: MixtureOfExperts) -> Tensor:
-        """Seconds that each of some tokens takes, which are the same on every rank."""
-        tokens = torch.randn(MEASURED_TOKENS, 1, self.plan.hidden, generator=torch.Generator().manual_seed(0))
-        x = tokens[0].to(self.device, torch_dtype(self.plan))
-        times = list[float]()
-        again = self._repeatable(partial(made, waits=self.device.type == "cpu"), x, made.by_kernels)
-        for token in tokens:
-            x.copy_(token)
-            times.append(time_of(again, self.device))
-        return torch.tensor(times, dtype=torch.float64)
 
     def has_weights_of(self, other: RankProgram) -> bool:
         """Whether another one on this rank reads the same tensors, in the same dtype."""

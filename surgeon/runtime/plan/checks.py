@@ -34,7 +34,7 @@ from surgeon.models.families.positions import (
 )
 from surgeon.models.weights import ModelWeights, require_sliceable
 from surgeon.runtime.plan.division import cached_latent, check_division, shared_units
-from surgeon.runtime.plan.mixtures import ExpertsMode, Mixtures, MixtureSize
+from surgeon.runtime.plan.mixtures import Mixtures, MixtureSize
 from surgeon.runtime.plan.specification import (
     OWN_ACTIVATIONS,
     Decoding,
@@ -55,7 +55,6 @@ WAYS: dict[str, tuple[str, tuple[Any, ...]]] = {  # what is said of a word that 
     "low_rank": ("way {!r} of sharing factors among ranks", get_args(LowRankMode)),
     "kv": ("kv {!r}", get_args(KvMode)),
     "halves": ("mode {!r} of computing passes in halves", get_args(HalvesMode)),
-    "experts": ("way {!r} of sharing experts among ranks", get_args(ExpertsMode)),
 }
 ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
 MOST_RANKS = 1024  # of one machine
@@ -68,7 +67,6 @@ def make_plan(
     program: Program | str | None = None,
     device: str = "cpu",
     *,
-    experts: str = "auto",
     sliced: bool = False,
     halves: str = "off",
     **ways: Unpack[Ways],
@@ -80,7 +78,6 @@ def make_plan(
         max_tokens: tokens of prompt and output together; None for as many as the model takes.
         program: run this one instead of the checkpoint's own.
         device: "cpu" or "cuda".
-        experts: as `Mixtures.mode`.
         sliced: as `Plan.sliced`.
         halves: as `Plan.halves`.
         ways: how it is computed.
@@ -104,8 +101,8 @@ def make_plan(
     for piece in (sublayer for sublayer in parsed.sublayers() if sublayer.piece is not None):
         require_sliceable(family.spec(piece.kind, piece.layers[0]), family)
     _check_shapes(parsed, source, config)
-    chosen = _chosen({"experts": experts, "halves": halves, **ways}, ranks)
-    mixtures = Mixtures.of(partial(mixture_size, source), layers, chosen["experts"])
+    chosen = _chosen({"halves": halves, **ways}, ranks)
+    mixtures = Mixtures.of(partial(mixture_size, source), layers)
     latent = cached_latent(family.latent(config))
     check_division(parsed, shared_units(source.units, latent), ranks, mixtures, sliced)
 

@@ -81,7 +81,7 @@ def first_rack(plan: Plan) -> tuple[int, CodaPlan]:
     file = plan.folder / CODAS / "rack-0.safetensors"
     source = ModelWeights(TensorFile(file), family, plan.head_dim)
     layers = source.count_layers() if len(program) else 0  # it may be a norm and a head only
-    mixtures = Mixtures.of(partial(mixture_size, source), layers, plan.mixtures.mode)
+    mixtures = Mixtures.of(partial(mixture_size, source), layers)
     by_layer = []
     if layers:
         check_layers(program, layers)

@@ -47,8 +47,7 @@ def with_draft(plan: Plan, model: str | Path | StoredModel, draft: Program | str
     kv: KvMode = "lowrank" if plan.kv == "lowrank" else "full"
 
     def make(sliced: bool) -> Plan:
-        mode = plan.mixtures.mode
-        made = make_plan(stored, plan.ranks, plan.max_tokens, draft, experts=mode, sliced=sliced, **ways)
+        made = make_plan(stored, plan.ranks, plan.max_tokens, draft, sliced=sliced, **ways)
         return replace(made, kv=kv)
 
     return replace(plan, kv=kv, draft=draft_beside(replace(plan, kv=kv), stored.weights, make))

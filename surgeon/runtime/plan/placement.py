@@ -95,14 +95,6 @@ def whole_experts(plan: Plan, part: Part) -> WholeExperts | None:
     return plan.mixtures.whole_experts(part.sublayer, len(part.sharers))
 
 
-def open_mixture(plan: Plan, rank: int) -> Part | None:
-    """The first part of a rank's work whose experts ranks may as well divide as slice, if there is one."""
-    if plan.mixtures.mode != "auto" or not plan.mixtures.sizes:
-        return None
-    parts = (part for work in work_of(plan, rank) for part in work.parts)
-    return next((part for part in parts if plan.mixtures.is_open(part.sublayer, len(part.sharers))), None)
-
-
 def norm_sums(plan: Plan) -> int:
     """How often ranks tell each other in a pass how large their queries and keys are, on the rank that does so most.
 

@@ -17,7 +17,6 @@ from surgeon.runtime.batching.request import Request
 from surgeon.runtime.batching.scheduler import Limits, Output
 from surgeon.runtime.model.engine import Figures, RankEngine
 from surgeon.runtime.model.paged_cache import PagedCache
-from surgeon.runtime.plan.mixtures import ExpertTimes
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.leader import Account, Cancel, Leader, Report, RowsToDraft, RowsToRecord
 from surgeon.runtime.worker.pipeline import PipelineLeader, StretchEngine, relay
@@ -26,15 +25,14 @@ from surgeon.runtime.worker.rank import Rank
 ENGINE = "engine"  # the name under which a rank keeps the engine of a single model
 
 
-def load(rank: Rank, plan: Plan, name: str = ENGINE) -> ExpertTimes | None:
-    """Runs on a rank: load its slices of a model, and keep the engine under a name; how experts are shared, if open."""
+def load(rank: Rank, plan: Plan, name: str = ENGINE) -> None:
+    """Runs on a rank: load its slices of a model, and keep the engine under a name."""
     engine: RankEngine | StretchEngine
     if plan.stretches:
         engine = StretchEngine(plan, rank.rank, rank.device)
     else:
         engine = RankEngine(plan, rank.collectives, rank.device, rank.engines.values())
     keep(rank, name, engine)
-    return engine.model.expert_times
 
 
 def keep(rank: Rank, name: str, engine: RankEngine) -> None:

@@ -83,7 +83,7 @@ def test_the_same_bits_by_twice_the_collectives(
     if several.count > 2 and (program == "tracks" or family == "smollm3"):
         pytest.skip("divides among two ranks only")
     # Auto goes by the clock, for each number of tokens.
-    plan = make_plan(folders(family), several.count, 64, parsed, low_rank="gather", experts="sliced")
+    plan = make_plan(folders(family), several.count, 64, parsed, low_rank="gather")
     for found in several.started.call(in_halves, plan, PASSES, 12):
         whole, halved = found.results
         for one, other in zip(whole, halved, strict=True):

@@ -278,7 +278,7 @@ SLICED = [(way, family, name) for way in WAYS[1:3] for family in MIXTURES for na
 def test_experts_are_sliced(family: str, name: str, ranks: Ranks, checkpoints: Checkpoints, expected: Expected) -> None:
     """Every rank some neurons of each, where above ranks divide the experts, which have few neurons here."""
     number, reference = len(ranks.pids), expected(family, name)
-    plan = make_plan(checkpoints(family), number, IDS.shape[1], PROGRAMS[name], experts="sliced")
+    plan = make_plan(checkpoints(family), number, IDS.shape[1], PROGRAMS[name])
     for logits, sent, _ in ranks.call(logits_in_chunks, plan, CHUNKS):
         assert (logits - reference).abs().max() < TOLERANCE * reference.abs().max()
         assert sent[0].all_reduces <= Program.parse(PROGRAMS[name]).sync_points(number)

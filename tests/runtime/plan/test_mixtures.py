@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,11 @@ from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.comm.collectives import Alone, Collectives, Unconnected
-from surgeon.runtime.model import program as rank_program
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.mixture import Experts, MixtureOfExperts
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.memory import footprint
-from surgeon.runtime.plan.mixtures import ExpertsMode, ExpertTimes, Mixtures, MixtureSize, WholeExperts
+from surgeon.runtime.plan.mixtures import Mixtures, MixtureSize, WholeExperts
 from tests.tiny_models import tiny_model
 
 
@@ -35,83 +33,41 @@ def parsed(text: str) -> Sublayer:
 
 
 @pytest.mark.parametrize(
-    ("part", "members", "mode", "expected"),
+    ("part", "members", "neurons", "expected"),
     [
-        ("F0", 1, "divided", None),
-        ("F0/2:1", 2, "divided", ("F0", range(3, 7))),
-        ("F0/2:1", 2, "auto", None),  # until it is settled
-        ("F0/2:1", 2, "sliced", None),
-        ("F0/4:2", 4, "divided", ("F0", range(3, 5))),
-        ("F0/4:2", 2, "divided", ("F0/2:1", range(3))),  # a slice that two ranks share
-        ("F0/2:0", 1, "divided", None),  # one that a rank has by itself
-        ("F0!e1,e4,e5/2:1", 2, "divided", ("F0!e1,e4,e5", range(1, 3))),
-        ("F0!e1/2:1", 2, "divided", None),  # a rank would have none
-        ("F0/2:0@down8", 2, "auto", ("F0@down8", range(3))),  # a slice would have half a factor
-        ("F0/5:4", 5, "auto", ("F0", range(5, 7))),  # 192 neurons do not come out even
-        ("F1/2:1", 2, "divided", None),  # no mixture
-        ("A0/2:1", 2, "divided", None),
+        ("F0", 1, 191, None),
+        ("F0/2:1", 2, 191, ("F0", range(3, 7))),  # the neurons do not come out even
+        ("F0/2:1", 2, 192, None),
+        ("F0/4:2", 4, 191, ("F0", range(3, 5))),
+        ("F0/4:2", 2, 190, ("F0/2:1", range(3))),  # a slice that two ranks share
+        ("F0/2:0", 1, 191, None),  # one that a rank has by itself
+        ("F0!e1,e4,e5/2:1", 2, 191, ("F0!e1,e4,e5", range(1, 3))),
+        ("F0!e1/2:1", 2, 191, None),  # a rank would have none
+        ("F0/2:0@down8", 2, 192, ("F0@down8", range(3))),  # a slice would have half a factor
+        ("F1/2:1", 2, 191, None),  # no mixture
+        ("A0/2:1", 2, 191, None),
     ],
 )
-def test_whole_experts(part: str, members: int, mode: ExpertsMode, expected: tuple[str, range] | None) -> None:
-    mixtures = Mixtures.of(lambda layer: None if layer else MixtureSize(7, 192), 2, mode)
+def test_whole_experts(part: str, members: int, neurons: int, expected: tuple[str, range] | None) -> None:
+    mixtures = Mixtures.of(lambda layer: None if layer else MixtureSize(7, neurons), 2)
     wanted = None if expected is None else WholeExperts(parsed(expected[0]), expected[1])
     assert mixtures.whole_experts(parsed(part), members) == wanted
 
 
-@pytest.mark.parametrize(
-    ("part", "members", "open_"),
-    [
-        ("F0/2:1", 2, True),
-        ("F0/4:2", 2, True),  # a slice that two ranks share
-        ("F0/2:0", 1, False),
-        ("F0/5:4", 5, False),  # 192 neurons do not come out even
-        ("F0/2:0@down8", 2, False),  # a slice would have half a factor
-        ("F0!e1/2:1", 2, False),  # a rank would have none
-        ("F1/2:1", 2, False),  # no mixture
-    ],
-)
-def test_where_both_ways_are_open(part: str, members: int, open_: bool) -> None:
-    mixtures = Mixtures.of(lambda layer: None if layer else MixtureSize(7, 192), 2)
-    assert mixtures.is_open(parsed(part), members) == open_
-    assert not any(replace(mixtures, mode=mode).is_open(parsed(part), members) for mode in ("divided", "sliced"))
-    settled = replace(mixtures, dividing=True).whole_experts(parsed(part), members)
-    assert settled == replace(mixtures, mode="divided").whole_experts(parsed(part), members)
-
-
-def test_what_is_said_of_both_ways() -> None:
-    assert ExpertTimes(2e-3, 1e-3).line("it") == "experts divided: for a token it takes 1.00 ms so, 2.00 ms sliced"
-    assert ExpertTimes(1e-3, 1e-3).line("it") == "experts sliced: for a token it takes 1.00 ms so, 1.00 ms divided"
-
-
-@pytest.mark.parametrize(("seconds", "dividing"), [([3.0, 1.0], True), ([1.0, 3.0], False)])
-def test_ranks_take_the_faster_way(
-    seconds: list[float], dividing: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By what is measured of one mixture; a draft over the same weights, and later layers, go by the same."""
-    said = iter(token for way in seconds for token in [way] * rank_program.MEASURED_TOKENS)
-    monkeypatch.setattr(rank_program, "time_of", lambda *_: next(said))
-    plan = make_plan(folder, 2, 32, "A0 F0 F1")
-    first = RankEngine(plan, Unconnected(1, (0, 1)), torch.device("cpu"))
-    second = RankEngine(plan, Unconnected(1, (0, 1)), torch.device("cpu"), [first])
-    assert next(said, None) is None
-    assert first.model.expert_times == second.model.expert_times == ExpertTimes(*seconds)
-    for engine in (first, second):
-        assert engine.plan.mixtures.dividing == dividing
-        assert [key[2] for key in engine.model.sublayers if key[0].kind == "F"] == [
-            range(2, 4) if dividing else None
-        ] * 2
-
-
-@pytest.mark.parametrize("mode", ["divided", "sliced"])
+@pytest.mark.parametrize("neurons", [12, 13])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("program", ["A0 F0 F1!e0,e2,e3 F2", "[A0 A1] [F0 F1] F3@up3,down2"])
-def test_what_ranks_hold(folder: Path, program: str, ranks: int, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ranks_hold(
+    tmp_path: Path, program: str, ranks: int, neurons: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of the feed-forwards, by the runtime's own count and by that of a configuration alone."""
     monkeypatch.setattr("surgeon.runtime.model.mixture.pack_experts", lambda *_: None)  # which fills up rows
-    plan = make_plan(folder, ranks, 32, program, experts=mode)
-    without = make_plan(folder, ranks, 32, " ".join(step for step in ("A0", "[A0 A1]") if program.startswith(step)))
+    model = tiny_model("qwen3_moe", moe_intermediate_size=neurons)
+    model.save_pretrained(tmp_path)
+    plan = make_plan(tmp_path, ranks, 32, program)
+    without = make_plan(tmp_path, ranks, 32, " ".join(step for step in ("A0", "[A0 A1]") if program.startswith(step)))
     foretold, rest = footprint(plan), footprint(without)
-    shapes = ModelShapes.of("tiny", tiny_model("qwen3_moe").config)
+    shapes = ModelShapes.of("tiny", model.config)
     assert footprint(plan, shapes).weights == foretold.weights
     for rank in range(ranks):
         collectives: Collectives = Alone() if ranks == 1 else Unconnected(rank, (0, 1))
@@ -135,8 +91,6 @@ def test_ranks_that_neither_experts_nor_neurons_divide_among(tmp_path: Path) -> 
     make_plan(tmp_path, 3, 8)
     with pytest.raises(ValueError, match=r"8 ranks cannot share this model: the 12 neurons of F0 do not divide into 8"):
         make_plan(tmp_path, 8, 8)
-    with pytest.raises(ValueError, match=r"there is no way 'whole' of sharing experts among ranks"):
-        make_plan(tmp_path, 2, 8, experts="whole")
 
 
 def test_weights_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
@@ -158,7 +112,7 @@ def test_a_plan_says_what_routes(folder: Path) -> None:
     assert plan.mixtures.sizes == (MixtureSize(4, 12), MixtureSize(4, 12), None, MixtureSize(4, 12))
     assert plan.routing is not None
     assert (plan.routing.top_k, plan.routing.normalise) == (2, False)
-    assert replace(plan).family.spec("F", 2).mixture is None
+    assert plan.family.spec("F", 2).mixture is None
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
