@@ -151,8 +151,8 @@ def racks_of(
     rack_processes: Annotated[
         bool,
         option(
-            "Train all racks at once, each in a process of its own. By default one after the other, with the same "
-            "result."
+            "Train all racks at once, each in a process of its own, and start them again where one is killed. By "
+            "default one after the other, with the same result."
         ),
     ] = False,
     average: Annotated[
