@@ -143,7 +143,7 @@ def bench(
             results = measured.measure(loads, rounds, advance)
         traces = () if trace is None else measured.profile(loads[0], Path(trace))
         divergence = {
-            name: divergence_of_compressed(running, plans[name], texts, kind, name)
+            name: divergence_of_compressed(running, texts, kind, name)
             for name, texts in windows.items()
             if kind is not None
         }

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -35,13 +35,6 @@ CACHES = ("cache", "past_key_values", "layer_past")
 ASKS_FOR_ROUTERS = "output_router_logits"  # the entry by which stock classes balance the experts of mixtures
 
 
-class EarlierKeys(Protocol):
-    """Keys and values of earlier tokens (models/verified.py)."""
-
-    def given(self, attention: Sublayer, arguments: dict[str, Any], /) -> dict[str, Any]:
-        """What an attention is called with, of what the decoder has for it."""
-
-
 class EditedLayers(nn.Module):
     """Stands in a decoder for its list of layers.
 
@@ -52,7 +45,7 @@ class EditedLayers(nn.Module):
 
     gradient_checkpointing = False
     keeps_derived = True  # or derives a sublayer anew whenever it runs
-    verified: EarlierKeys | None = None  # what attentions read of earlier tokens, where that is not their own
+    verified: Any = None  # the `VerifiedKeys` that attentions read of earlier tokens, where those are not their own
     begins: tuple[int, Tensor] | None = None  # behind which node a pass begins, with which stream; None at the start
 
     def __init__(

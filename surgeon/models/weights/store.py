@@ -17,9 +17,7 @@ Tensors = dict[str, Tensor]
 class Store(Protocol):
     """Tensors by the names they are stored under."""
 
-    @property
-    def where(self) -> str:
-        """What error messages call it."""
+    where: str  # what error messages call it
 
     def names(self) -> Iterable[str]:
         """All of them."""
@@ -27,16 +25,19 @@ class Store(Protocol):
     def __contains__(self, name: str) -> bool: ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, without reading it."""
+        """The shape of a tensor, without reading it where that takes time."""
+        return tuple(self.tensor(name).shape)
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor, without reading it."""
+        """The dtype of a tensor, likewise."""
+        return self.tensor(name).dtype
 
     def tensor(self, name: str) -> Tensor:
         """One whole tensor."""
 
     def part(self, name: str, dim: int, first: int, end: int) -> Tensor:
         """Elements first..end-1 along one dimension of a tensor."""
+        return self.tensor(name).narrow(dim, first, end - first)
 
 
 class Compact(Tensor):
@@ -54,7 +55,7 @@ def dense(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class NamedTensors:
+class NamedTensors(Store):
     """Tensors that are given, by their names."""
 
     where = "the state dict"
@@ -68,22 +69,13 @@ class NamedTensors:
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.tensor(name).shape)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self.tensor(name).dtype
-
     def tensor(self, name: str) -> Tensor:
         if name not in self.tensors:
             raise ValueError(f"the state dict has no {name!r}, which its architecture asks for")
         return self.tensors[name]
 
-    def part(self, name: str, dim: int, first: int, end: int) -> Tensor:
-        return self.tensor(name).narrow(dim, first, end - first)
 
-
-class ModuleStore:
+class ModuleStore(Store):
     """The parameters of a module in memory, or wherever `accelerate` has put them.
 
     Args:
@@ -119,9 +111,6 @@ class ModuleStore:
         with align_module_device(owner):
             fetched: Tensor = getattr(owner, name.rpartition(".")[2]).detach().clone()
         return fetched
-
-    def part(self, name: str, dim: int, first: int, end: int) -> Tensor:
-        return self.tensor(name).narrow(dim, first, end - first)
 
     def _of(self, name: str) -> Tensor:
         parameter = self._find(name)
