@@ -44,26 +44,6 @@ class Progress(NamedTuple):
     outputs: list[Output]
     stats: tuple[int, ...]
 
-    @classmethod
-    def of(cls, outputs: list[Output], scheduler: Scheduler, figures: Figures) -> Progress:
-        """What the starting process is told."""
-        phases = figures.prefill, figures.decode, figures.drafting
-        counts = [count for phase in phases for count in (phase.layers, phase.vocabulary)]
-        stats = (  # the fields of `Stats`, in their order; to make one would take as long as all of this
-            *vars(scheduler.tally).values(),
-            len(scheduler.running),
-            len(scheduler.waiting),
-            scheduler.pool.blocks,
-            scheduler.pool.free,
-            sum(phase.passes for phase in phases),
-            figures.drafting.passes,
-            sum(phase.halved for phase in phases),
-            sum(count.all_reduces for count in counts),
-            sum(count.all_gathers for count in counts),
-            sum(count.bytes for count in counts),
-        )
-        return cls(outputs, stats)
-
 
 class Account(NamedTuple):
     """From a rank: what its passes have cost."""
@@ -209,7 +189,25 @@ class Leader:
         return chosen
 
     def progress(self, outputs: list[Output]) -> Progress:
-        return Progress.of(outputs, self.scheduler, self.engine.figures)
+        """What the starting process is told."""
+        figures = self.engine.figures
+        scheduler = self.scheduler
+        phases = figures.prefill, figures.decode, figures.drafting
+        counts = [count for phase in phases for count in (phase.layers, phase.vocabulary)]
+        stats = (  # the fields of `Stats`, in their order; to make one would take as long as all of this
+            *vars(scheduler.tally).values(),
+            len(scheduler.running),
+            len(scheduler.waiting),
+            scheduler.pool.blocks,
+            scheduler.pool.free,
+            sum(phase.passes for phase in phases),
+            figures.drafting.passes,
+            sum(phase.halved for phase in phases),
+            sum(count.all_reduces for count in counts),
+            sum(count.all_gathers for count in counts),
+            sum(count.bytes for count in counts),
+        )
+        return Progress(outputs, stats)
 
     def report(self, message: Report) -> None:
         self._sender.send(message)
