@@ -830,7 +830,7 @@ class _Gpt2(_Opt):
 
     def qkv(self, k: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, key, v = map(self.heads, self.linear(self.at(k, "attn.c_attn"), x).chunk(3, -1))
-        return q, key, v
+        return q / (k + 1) if self.config.scale_attn_by_inverse_layer_idx else q, key, v
 
 
 class _GptNeo(_Gpt2):

@@ -2,7 +2,10 @@
 
     SVD-LLM   q_proj is q_u_proj behind q_v_proj              A0@q64
     ASVD      q_proj is q_proj.ALinear behind q_proj.BLinear  A0@q64
+    Palu      k_proj is k_proj.U.0, k_proj.U.1 ... behind k_proj.VT: each makes some heads of a part of what VT gives,
+              which is one factor with these in blocks along its diagonal
     DeciLM    `block_configs` says which layers have no attention or no MLP, and how wide the others are
+    GPT-2     `scale_attn_by_inverse_layer_idx` divides scores by the number of the layer, from 1: so are queries
 
 What config.json and the tensors would be in the program form is found from config.json and the tensors' names and
 shapes; nothing is read or written for it.
@@ -15,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from surgeon.errors import shown
@@ -27,17 +31,23 @@ from surgeon.models.weights.layout import modules_of
 
 Entries = dict[str, Any]  # of a config.json
 BLOCKS_KEY = "block_configs"
+BY_LAYER_KEY = "scale_attn_by_inverse_layer_idx"
 # What others call a model whose layers are those of an architecture that there is.
 BASE_TYPES = {
     "nemotron-nas": "llama",
     "deci": "llama",
     "asvd_llama": "llama",
+    "palullama": "llama",
+    "palumistral": "mistral",
+    "paluqwen2": "qwen2",
+    "paluqwen3": "qwen3",
     "kimi_k2": "deepseek_v3",
 }
 # Names of the two factors of a matrix at a path: its parent, and its last name without "_proj".
 STYLES = (
     ("{parent}{stem}_v_proj", "{parent}{stem}_u_proj"),  # SVD-LLM
     ("{path}.BLinear", "{path}.ALinear"),  # ASVD
+    ("{path}.VT", "{path}.U"),  # Palu
 )
 _ROUNDED_TO = 256  # neurons, by DeciLM's ffn_mult
 
@@ -48,13 +58,16 @@ class Pair:
 
     Attributes:
         path: of the matrix's module, with the layer's own.
-        first, second: what files call them, without "weight" and "bias".
+        first, seconds: names of the stored factors; of several seconds each makes a part of the outputs of a part of
+            what the first gives.
+        biases: behind the seconds, if they have any.
         rank: how many outputs the first has.
     """
 
     path: str
     first: str
-    second: str
+    seconds: tuple[str, ...]
+    biases: tuple[str, ...]
     rank: int
 
 
@@ -66,10 +79,12 @@ class Uniform:
         entries: of its config.json.
         repeats: layers whose KV heads are shared by more heads than in others, and how often each has to be there for
             the same to be computed where all layers have as many.
+        divides: whether queries are to be divided by the number of their layer, from 1.
     """
 
     entries: Entries
     repeats: dict[int, int]
+    divides: bool = False
 
 
 def uniform(entries: Entries) -> Uniform:
@@ -81,6 +96,8 @@ def uniform(entries: Entries) -> Uniform:
     model_type = str(entries.get("model_type"))
     if model_type in BASE_TYPES:
         entries = entries | {"model_type": BASE_TYPES[model_type]}
+    if entries.get(BY_LAYER_KEY):
+        return Uniform(entries | {BY_LAYER_KEY: False}, {}, divides=True)
     blocks = entries.get(BLOCKS_KEY)
     if blocks is None or PROGRAM_KEY in entries or entries["model_type"] not in FAMILIES:
         return Uniform(entries, {})
@@ -151,10 +168,28 @@ def _neurons(block: Entries, entries: Entries, layer: int) -> int | None:
     return -(-neurons // _ROUNDED_TO) * _ROUNDED_TO
 
 
-def repeated_heads(head_dim: int, times: int, rows: Tensor) -> Tensor:
+def repeated_heads(head_dim: int, times: int, tensors: list[Tensor]) -> Tensor:
     """Rows of a KV projection with every head so often, one after the other."""
+    (rows,) = tensors
     heads: Tensor = rows.unflatten(0, (-1, head_dim))
     return heads.repeat_interleave(times, 0).flatten(0, 1)
+
+
+def queries_by_layer(family: Family, layers: str, store: Store) -> list[tuple[str, int]]:
+    """Names of the tensors that make queries, keys and values in layers behind the first, and of which layer each is.
+
+    Args:
+        layers: as of `factor_pairs`.
+    """
+    pattern = rf"{re.escape(layers)}([1-9]\d*)\.{re.escape(family.attention.projection('q').path)}\.(weight|bias)"
+    return [(name, int(one[1])) for name in store.names() if (one := re.fullmatch(pattern, name))]
+
+
+def divided_queries(number: int, tensors: list[Tensor]) -> Tensor:
+    """Queries, which come before as many keys and as many values, divided by a number."""
+    (whole,) = tensors
+    queries, *others = whole.chunk(3, -1)
+    return torch.cat([(queries.float() / number).to(whole.dtype), *others], -1)
 
 
 def factor_pairs(family: Family, layers: str, store: Store) -> dict[tuple[int, str], Pair]:
@@ -191,15 +226,28 @@ def _pair(prefix: str, path: str, names: set[str], store: Store) -> Pair | None:
     for first, second in ((a.format(**words), b.format(**words)) for a, b in STYLES):
         if f"{first}.weight" not in names:
             continue
+        blocks = sorted(
+            (one for one in names if re.fullmatch(rf"{re.escape(second)}(\.\d+)?\.weight", one)), key=_numbers
+        )
+        biases = [one.removesuffix("weight") + "bias" for one in blocks]
         rank = store.shape(f"{prefix}{first}.weight")[0]
-        taken = store.shape(f"{prefix}{second}.weight")[1] if f"{second}.weight" in names else 0
-        if taken != rank:
+        parts = [store.shape(f"{prefix}{one}") for one in blocks]
+        if sum(shape[1] for shape in parts) != rank:
             raise ValueError(
-                f"{prefix}{first}.weight gives {rank} features, and what follows it ({second}) takes {taken}: two "
-                f"factors of {prefix}{path} have to fit together"
+                f"{prefix}{first}.weight gives {rank} features, and what follows it ({second}) takes "
+                f"{sum(shape[1] for shape in parts)}: two factors of {prefix}{path} have to fit together"
             )
-        return Pair(f"{prefix}{path}", f"{prefix}{first}", f"{prefix}{second}", rank)
+        if any(f"{place}.inv_perm" in names for place in (path, parent)):
+            raise ValueError(f"{prefix}{path} gives its features in another order (inv_perm), which no program can say")
+        there = tuple(f"{prefix}{one}" for one in biases if one in names)
+        return Pair(
+            f"{prefix}{path}", f"{prefix}{first}.weight", tuple(f"{prefix}{one}" for one in blocks), there, rank
+        )
     return None
+
+
+def _numbers(name: str) -> list[int]:
+    return [int(one) for one in re.findall(r"\d+", name)]
 
 
 def with_ranks(entries: Entries, family: Family, pairs: Mapping[tuple[int, str], Pair]) -> Entries:
@@ -220,3 +268,9 @@ def with_ranks(entries: Entries, family: Family, pairs: Mapping[tuple[int, str],
         return replace(sublayer, ranks=tuple((role, found[role]) for role in ROLES[sublayer.kind] if role in found))
 
     return entries | {PROGRAM_KEY: str(program.renamed(ranked))}
+
+
+def in_blocks(tensors: list[Tensor]) -> Tensor:
+    """One factor with several in blocks along its diagonal."""
+    made: Tensor = torch.block_diag(*tensors)
+    return made.to(tensors[0].dtype)

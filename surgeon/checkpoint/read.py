@@ -19,9 +19,18 @@ import torch
 from torch import Tensor
 
 from surgeon.checkpoint.belongings import patterns_for_the_hub
-from surgeon.checkpoint.imported import factor_pairs, repeated_heads, uniform, with_ranks
+from surgeon.checkpoint.imported import (
+    Pair,
+    divided_queries,
+    factor_pairs,
+    in_blocks,
+    queries_by_layer,
+    repeated_heads,
+    uniform,
+    with_ranks,
+)
 from surgeon.checkpoint.offline import fetching
-from surgeon.checkpoint.tensor_file import TensorFiles, blocks_of, parse_json
+from surgeon.checkpoint.tensor_file import Derived, TensorFiles, blocks_of, parse_json
 from surgeon.checkpoint.wrapped import Wrapped
 from surgeon.demo import demo_model
 from surgeon.errors import shown
@@ -155,13 +164,7 @@ class Checkpoint(TensorFiles):
         pairs = factor_pairs(family, layers, self)
         if pairs:
             self.config = with_ranks(self.config, family, pairs)
-            names = {name: name for name in self.names()}
-            for pair in pairs.values():  # by the names that the program form has for them
-                names[f"{pair.path}.first.weight"] = names.pop(f"{pair.first}.weight")
-                for part in ("weight", "bias"):
-                    if f"{pair.second}.{part}" in names:
-                        names[f"{pair.path}.second.{part}"] = names.pop(f"{pair.second}.{part}")
-            self._keep(names)
+            self._take_in_pairs(pairs.values())
         for layer, times in found.repeats.items():
             for role in ("k", "v"):
                 path = f"{layers}{layer}.{family.attention.projection(role).path}"
@@ -169,8 +172,27 @@ class Checkpoint(TensorFiles):
                     if name in self:
                         rows, *others = self.shape(name)
                         make = partial(repeated_heads, rows * times // int(self.config["num_key_value_heads"]), times)
-                        self._derive(name, (rows * times, *others), make)
+                        self._derive(name, Derived((name,), (rows * times, *others), make))
+        for name, layer in queries_by_layer(family, layers, self) if found.divides else ():
+            self._derive(name, Derived((name,), self.shape(name), partial(divided_queries, layer + 1)))
         self.imported = bool(pairs) or self.config != before
+
+    def _take_in_pairs(self, pairs: Iterable[Pair]) -> None:
+        """Know factors by the names that the program form has for them."""
+        names = {name: name for name in self.names()}
+        for pair in pairs:
+            renamed = {"first.weight": (pair.first,), "second.weight": pair.seconds, "second.bias": pair.biases}
+            for own, stored in renamed.items():
+                if len(stored) == 1:
+                    names[f"{pair.path}.{own}"] = names.pop(stored[0])
+        self._keep(names)
+        for pair in pairs:
+            if len(pair.seconds) > 1:
+                outputs = sum(self.shape(name)[0] for name in pair.seconds)
+                self._derive(f"{pair.path}.second.weight", Derived(pair.seconds, (outputs, pair.rank), in_blocks))
+            if len(pair.biases) > 1:
+                outputs = sum(self.shape(name)[0] for name in pair.biases)
+                self._derive(f"{pair.path}.second.bias", Derived(pair.biases, (outputs,), torch.cat))
 
     @property
     def whole(self) -> TensorFiles:

@@ -15,7 +15,7 @@ import stat
 import struct
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -108,17 +108,19 @@ BLOCK = 1 << 18
 
 @dataclass(frozen=True)
 class Derived:
-    """A tensor that is made of a stored one.
+    """A tensor that is made of stored ones.
 
     Attributes:
-        source: that one's name, as its file has it.
-        shape: of what is made of it.
+        sources: their names, as the files have them.
+        files: where each of them lies.
+        shape: of what is made of them.
         make: makes it.
     """
 
-    source: str
+    sources: tuple[str, ...]
     shape: tuple[int, ...]
-    make: Callable[[Tensor], Tensor]
+    make: Callable[[list[Tensor]], Tensor]
+    files: Mapping[str, Path] = field(default_factory=dict)
 
 
 class TensorFiles:
@@ -160,11 +162,14 @@ class TensorFiles:
         self._entries = {name: self._entries[own] for name, own in stored.items()}
         self._stored_names = {name: self._stored_names.get(own, own) for name, own in stored.items()}
 
-    def _derive(self, name: str, shape: tuple[int, ...], make: Callable[[Tensor], Tensor]) -> None:
-        """Know what is made of a stored tensor by its name."""
-        self._derived[name] = Derived(self._stored_names.get(name, name), shape, make)
-        dtype = self._entries[name].dtype
-        self._entries[name] = Entry(dtype, shape, 0, math.prod(shape) * dtype.itemsize)
+    def _derive(self, name: str, derived: Derived) -> None:
+        """Know a tensor that is made of stored ones, which are not known by their own names any more."""
+        stored = tuple(self._stored_names.get(one, one) for one in derived.sources)
+        dtypes = [self._entries.pop(one).dtype for one in derived.sources]
+        files = dict(zip(stored, [self.files.pop(one) for one in derived.sources], strict=True))
+        size = math.prod(derived.shape) * dtypes[0].itemsize
+        self.files[name], self._entries[name] = files[stored[0]], Entry(dtypes[0], derived.shape, 0, size)
+        self._derived[name] = replace(derived, sources=stored, files=files)
 
     def as_stored(self) -> TensorFiles:
         """The same tensors without what a subclass makes of them."""
@@ -228,8 +233,11 @@ class TensorFiles:
 
     def _made(self, name: str) -> Tensor:
         derived = self._derived[name]
-        with safe_open(self.files[name], framework="pt") as file:
-            return derived.make(file.get_tensor(derived.source))
+        found = []
+        for stored in derived.sources:
+            with safe_open(derived.files[stored], framework="pt") as file:
+                found.append(file.get_tensor(stored))
+        return derived.make(found)
 
     def rows(self, name: str, count: int | None = None) -> Iterator[Tensor]:
         """All rows of a tensor in order, so many at a time, or the whole tensor; a single number has no rows."""

@@ -70,24 +70,14 @@ def serve_store(listening: socket.socket, timeout: timedelta = STORE_TIMEOUT) ->
 
 
 def open_store(torchrun: TorchrunEnvironment) -> PrefixStore:
-    """Open the store in this process, as rank 0 does where torchrun has none.
-
-    Raises:
-        ValueError, OSError: as `listen`.
-    """
+    """Open the store in this process, as rank 0 does where torchrun has none."""
     listen(torchrun).close()  # so that an address that is not this machine's is not taken for a port in use
     listening = listen(torchrun, torchrun.port)
     return PrefixStore(key_prefix(torchrun), serve_store(listening, timedelta(seconds=torchrun.patience)))
 
 
 def connect_store(torchrun: TorchrunEnvironment) -> PrefixStore:
-    """Connect to the store as soon as somebody listens there (torch would write many lines meanwhile).
-
-    Raises:
-        ValueError: if MASTER_ADDR is no address.
-        TimeoutError: if nobody listens there in time.
-        ConnectionError: if it is something else that listens.
-    """
+    """Connect to the store as soon as somebody listens there (torch would write many lines meanwhile)."""
     resolve(torchrun)
     deadline = time.monotonic() + torchrun.patience
     while True:
@@ -174,12 +164,7 @@ class Rendezvous:
     """
 
     def __init__(self, torchrun: TorchrunEnvironment) -> None:
-        """Open the store, unless it is torchrun's, and tell the others where to connect to.
-
-        Raises:
-            ValueError: if MASTER_ADDR is no address, or not one of this machine.
-            OSError: if MASTER_PORT is taken, or nobody answers there though torchrun should.
-        """
+        """Open the store, unless it is torchrun's, and tell the others where to connect to."""
         self.torchrun = torchrun
         self.store = StoreAddress(torchrun.address, torchrun.port, key_prefix(torchrun))
         self._store = connect_store(torchrun) if torchrun.hosted else open_store(torchrun)
@@ -190,12 +175,7 @@ class Rendezvous:
         self._store.set(KEY, json.dumps([port, self._secret.hex()]))
 
     def accept(self) -> list[RankConnections]:
-        """Wait for the other ranks; they can come once.
-
-        Raises:
-            TimeoutError: if some do not come in time.
-            ValueError: if they came before, or one of them believes something else about the ranks.
-        """
+        """Wait for the other ranks; they can come once."""
         if self._listener.fileno() < 0:
             raise ValueError("the ranks that torchrun has started have served and ended; start new ones with torchrun")
         missing = {(rank, purpose) for rank in range(1, self.torchrun.ranks) for purpose in PURPOSES}
@@ -317,11 +297,7 @@ class Rank0Address:
     secret: bytes
 
     def connect(self, purpose: Purpose) -> Connection:
-        """One of the connections to rank 0; waits until rank 0 is ready for it.
-
-        Raises:
-            ConnectionError: if rank 0 ends, or cannot be reached.
-        """
+        """One of the connections to rank 0; waits until rank 0 is ready for it."""
         torchrun = self.torchrun
         try:
             connected = socket.create_connection((torchrun.address, self.port), torchrun.patience)
@@ -341,13 +317,7 @@ class Rank0Address:
 
 
 def find_rank0(torchrun: TorchrunEnvironment) -> Rank0Address:
-    """Look where rank 0 listens, as any other rank does.
-
-    Raises:
-        TimeoutError: if it does not say so in time.
-        ConnectionError: if the store goes meanwhile.
-        ValueError: if MASTER_ADDR is no address.
-    """
+    """Look where rank 0 listens, as any other rank does."""
     deadline = time.monotonic() + torchrun.patience
     store = connect_store(torchrun)
     try:

@@ -96,11 +96,7 @@ class Body(BaseModel):
     stream_options: StreamOptions | None = None
 
     def check(self) -> None:
-        """Refuse fields that would matter and are not followed.
-
-        Raises:
-            ApiError: with the field and what to do.
-        """
+        """Refuse fields that would matter and are not followed."""
         for name, value in (self.model_extra or {}).items():
             if value is None or name in IGNORED:
                 continue
@@ -146,9 +142,6 @@ class Body(BaseModel):
             prompt: how many tokens it has.
             room: how many tokens prompt and answer may have together.
             defaults: the model's own, for what the request does not say.
-
-        Raises:
-            ApiError: if it is too long, or a parameter is out of its range.
         """
         own = {name: getattr(self, name) for name in ("temperature", "top_p", "min_p", "repetition_penalty", "seed")}
         own |= {

@@ -23,9 +23,10 @@ from surgeon.progress import progress
 from surgeon.quality.summary import Quality
 from surgeon.training.arguments import join_processes, share_of_batch, training_arguments
 from surgeon.training.checkpoints import EarlyEnd, beside_others, step_of
-from surgeon.training.distill.distiller import Distillation, Distiller
+from surgeon.training.distill.distiller import Distiller
+from surgeon.training.distill.teacher_logits import TeacherIdentity, keep_logits
 from surgeon.training.held_out import HeldOutQuality, Measure
-from surgeon.training.resume import alone, open_run
+from surgeon.training.resume import TEACHER_FOLDER, alone, open_run
 from surgeon.training.run_log import RunLog
 from surgeon.training.scope import with_chosen
 from surgeon.training.settings import TrainSettings
@@ -150,7 +151,7 @@ def train(
         broadcast_object_list(found, from_process=0)
         checkpoint = found[0]
         program = program or program_of(model)
-        task = task or _task_by(original, program, texts, settings.distillation)
+        task = task or _task_by(original, program, texts, settings, folder, known)
         if task.uses_all and arguments.ddp_find_unused_parameters is None:
             arguments.ddp_find_unused_parameters = False
 
@@ -206,9 +207,12 @@ def _task_by(
     load_original: Callable[[], PreTrainedModel] | None,
     program: Program,
     texts: TrainTexts,
-    wanted: Distillation | None,
+    settings: TrainSettings,
+    folder: Path,
+    known: dict[str, Any],
 ) -> TrainingTask:
     """What the original has to say: on held-out text, and of the training text where it is distilled."""
+    wanted = settings.distillation
     if load_original is None:
         if wanted is not None:
             raise ValueError("there is no original to distil from; name it as the teacher")
@@ -217,4 +221,10 @@ def _task_by(
     held_out = HeldOutQuality(texts.held_out, original)
     if wanted is None:
         return TrainingTask(held_out)
-    return TrainingTask(held_out, Distiller(wanted, program, original))
+    if wanted.kept is None:
+        return TrainingTask(held_out, Distiller(wanted, program, original))
+    text = texts.training
+    dtype = str(original.dtype).removeprefix("torch.")
+    follows = str(known.get("original")), dtype, text.digest, len(text), text.window, wanted.kept, wanted.temperature
+    teacher = keep_logits(original, text, folder / TEACHER_FOLDER, TeacherIdentity(*follows))
+    return TrainingTask(held_out, Distiller(wanted, program, teacher))

@@ -19,6 +19,7 @@ from surgeon.quality.data import load_windows
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
+from tests.checkpoint.helpers import plain_logits, relative_error
 from tests.reference import Reference
 from tests.runtime.on_ranks import logits_in_chunks
 from tests.selection import case
@@ -26,6 +27,7 @@ from tests.stored import configure
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 IDS = torch.randint(2, 97, (2, 12), generator=torch.Generator().manual_seed(0))
+BY_LAYER = {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True}
 Tensors = dict[str, Tensor]
 Written = tuple[Path, Any, str]  # a folder, a model with the same matrices, and the program that the folder has
 
@@ -74,6 +76,24 @@ def asvd(folder: Path) -> Written:
     model.save_pretrained(folder)
     rewrite(folder, tensors)
     return folder, model, "A0 F0 A1@q5 F1 A2 F2 A3 F3@down7"
+
+
+def palu(folder: Path) -> Written:
+    """Keys and values of all layers as VT, and U for each of two heads."""
+    model = tiny_model("llama", dropout=0.0, attention_bias=True)
+    tensors = dict(model.state_dict())
+    for layer in range(4):
+        for role in ("k", "v"):
+            name = f"model.layers.{layer}.self_attn.{role}_proj"
+            matrix, bias = model.get_parameter(f"{name}.weight"), tensors.pop(f"{name}.bias")
+            pairs = [factors(half, 3 + head) for head, half in enumerate(matrix.data.chunk(2))]
+            del tensors[f"{name}.weight"]
+            tensors[f"{name}.VT.weight"] = torch.cat([first for first, _ in pairs])
+            for head, (_, second) in enumerate(pairs):
+                tensors |= {f"{name}.U.{head}.weight": second, f"{name}.U.{head}.bias": bias.chunk(2)[head]}
+    model.save_pretrained(folder)
+    rewrite(folder, tensors, model_type="palullama", architectures=["PaluLlamaForCausalLM"], head_wise_ranks={})
+    return folder, model, " ".join(f"A{layer}@k7,v7 F{layer}" for layer in range(4))
 
 
 def deci(folder: Path, **config: Any) -> Written:
@@ -126,12 +146,41 @@ def kimi(folder: Path) -> Written:
     return folder, model, "A0 F0 A1 F1 A2 F2 A3 F3"
 
 
-STYLES: dict[str, Callable[[Path], Written]] = {one.__name__: one for one in (svd_llm, asvd, deci, kimi)}
-FORMS = dict.fromkeys(("svd_llm", "asvd"), "program") | {
+def by_layer(folder: Path) -> Written:
+    """A GPT-2 whose scores are divided by the numbers of layers."""
+    model = tiny_model("gpt2", dropout=0.0, tie_word_embeddings=False, **BY_LAYER)
+    model.save_pretrained(folder)
+    return folder, model, "A0 F0 A1 F1 A2 F2 A3 F3"
+
+
+STYLES: dict[str, Callable[[Path], Written]] = {
+    one.__name__: one for one in (svd_llm, asvd, palu, deci, kimi, by_layer)
+}
+FORMS = dict.fromkeys(("svd_llm", "asvd", "palu"), "program") | {
     "deci": "fused",
     "kimi": "plain",
+    "by_layer": "plain",
 }
 all_styles = pytest.mark.parametrize("style", STYLES)
+
+
+@pytest.mark.parametrize(
+    ("program", "form"),
+    [
+        ("A1 F1 A3 F3", "plain"),
+        ("A0 F0 [A1 A3] [F1 F3] A2 F2", "fused"),
+        ("A0 >F0 A3@q5 F1 {A2/2:0 | A2/2:1}", "program"),
+    ],
+)
+def test_attentions_that_depend_on_the_number_of_their_layer(program: str, form: str, tmp_path: Path) -> None:
+    folder, model, _ = by_layer(tmp_path / "source")
+    with torch.no_grad():
+        expected = plain_logits(model, program, IDS)
+        assert relative_error(edit(load(folder), program)(IDS).logits, expected) < 1e-5
+        assert surgeon.export(folder, tmp_path / "out", program=program).form == form
+        assert relative_error(load(tmp_path / "out")(IDS).logits, expected) < 1e-5
+    with pytest.raises(ValueError, match="give its folder, or what surgeon.load makes of it"):
+        edit(model, program)
 
 
 @torch.no_grad()
@@ -160,7 +209,7 @@ def test_it_opens_as_a_program_and_computes_what_it_did(written: tuple[Path, str
         torch.testing.assert_close(load(model)(IDS).logits, expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("style", [case(one, default=one in ("asvd", "deci", "kimi")) for one in STYLES])
+@pytest.mark.parametrize("style", [case(one, default=one in ("palu", "deci", "kimi")) for one in STYLES])
 def test_it_is_exported_as_ours(written: tuple[Path, str, Tensor], style: str, tmp_path: Path) -> None:
     folder, program, expected = written
     exported = surgeon.export(folder, tmp_path / "out", program=program)
@@ -207,7 +256,7 @@ def test_layers_that_are_whole_are_scanned(tmp_path: Path, tiny_text: Path) -> N
     assert (cell["first"], cell["last"], cell["divergence"]) == (0, 0, pytest.approx(divergence, rel=1e-4))
 
 
-@pytest.mark.parametrize("style", [case(one, default=one == "asvd") for one in ("svd_llm", "asvd", "deci")])
+@pytest.mark.parametrize("style", [case(one, default=one == "palu") for one in ("svd_llm", "asvd", "palu", "deci")])
 def test_others_models_are_not_searched(style: str, tmp_path: Path) -> None:
     folder, _, program = STYLES[style](tmp_path / style)
     with pytest.raises(ValueError, match=f"search the one that it was made of .* '{program[:20]}"):

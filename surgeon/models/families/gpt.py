@@ -13,7 +13,10 @@ def _gpt2_unsupported(config: Any) -> str | None:
     if config.add_cross_attention:
         return "it attends to an encoder (add_cross_attention)"
     if config.scale_attn_by_inverse_layer_idx:
-        return "its attention depends on the layer's number (scale_attn_by_inverse_layer_idx)"
+        return (
+            "its attention depends on the layer's number (scale_attn_by_inverse_layer_idx); give its folder, or what "
+            "surgeon.load makes of it, where queries are divided by that instead"
+        )
     return None
 
 

@@ -20,7 +20,7 @@ from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.kernels.triton.functions import triton_kernels_for
 from surgeon.runtime.model.attending import softcap
 from surgeon.runtime.model.layers import Norm, plain_norm, torch_dtype
-from surgeon.runtime.model.products import OnGpu, Panels, Product, Transposed, laid_out
+from surgeon.runtime.model.products import Panels, Product, Transposed, laid_out
 from surgeon.runtime.plan.specification import Plan
 
 Index = slice | Tensor  # which of some places, in order
@@ -115,13 +115,6 @@ def embedded_among(tokens: Tensor, rows: Tensor, first: int) -> Tensor:
     return F.embedding(own.masked_fill(outside, 0), rows).masked_fill(outside[..., None], 0)
 
 
-def _seen_as_head(embedding: Tensor) -> Product:
-    """The product with an embedding's own memory, (rows, hidden)."""
-    if embedding.device.type != "cpu":
-        return OnGpu(embedding)
-    return Transposed(embedding.t())
-
-
 class Vocabulary:
     """A rank's rows of the embedding and of the output head, the same ones where these are tied.
 
@@ -155,7 +148,7 @@ class Vocabulary:
         embedding = read(source, plan, device, f"{family.embedding}.weight", bounds)
         self.like = embedding.new_empty(0)  # no view, which would keep an embedding that has been packed
         self.embedding: Rows | Panels = Rows(embedding, whole=plan.ranks == 1)
-        self.head: Product = _seen_as_head(embedding)
+        self.head: Product = Transposed(embedding.t())
         if not plan.tied:
             self.head = laid_out(read(source, plan, device, f"{family.head}.weight", bounds))
         elif kernels_for(embedding) is not None:
@@ -181,8 +174,10 @@ class Vocabulary:
         own = source.names.own(head) in source.store
         if own:
             other.head = laid_out(read(source, plan, device, head, bounds))
+        elif isinstance(self.embedding, Panels):
+            other.head = self.embedding
         else:
-            other.head = self.embedding if isinstance(self.embedding, Panels) else _seen_as_head(self.embedding.weight)
+            other.head = Transposed(self.embedding.weight.t())
         other._bias = read(source, plan, device, bias, bounds) if bias in source else None
         return other
 
@@ -272,5 +267,4 @@ def score(
 
 
 def _side_by_side(gathered: Tensor) -> Tensor:
-    """(ranks, tokens, numbers) as (tokens, numbers of all ranks)."""
     return gathered.movedim(0, 1).flatten(1)

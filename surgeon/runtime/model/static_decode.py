@@ -169,7 +169,6 @@ class StaticLayout:
         return keys, values
 
     def _rebuilt(self, slot: int, kept: Tensor, view: View) -> tuple[Tensor, Tensor]:
-        """The same of a slot in rank space."""
         cache = self._cache
         cached = cache.low_rank[slot]
         cached.index_copy_(0, self._written(slot), kept)
@@ -180,7 +179,6 @@ class StaticLayout:
         return keys.unflatten(0, by_text).transpose(1, 2), values.unflatten(0, by_text).transpose(1, 2)
 
     def _written(self, slot: int) -> Tensor:
-        """Where a slot's new keys and values go, (B,)."""
         return (self._newly if slot in self._cache.borrowed else self._own)[self._cache.group_of[slot]]
 
     def _places(self, group: int, tokens: Tensor) -> Tensor:
@@ -331,7 +329,6 @@ class StaticDecode(Way):
 
     @staticmethod
     def _allocated(size: PassSize, unread_block: int, cache: PagedCache) -> StaticPass:
-        """A pass that has all that it writes to."""
         static = StaticPass(size, unread_block, cache.device, len(cache.windows))
         cache.buffers.reserve(size.texts * size.blocks * BLOCK_TOKENS)
         static.buffers = cache.buffers.kept, cache.buffers.rebuilt

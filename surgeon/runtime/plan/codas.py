@@ -25,9 +25,6 @@ def with_coda(plan: Plan) -> Plan:
 
     What the rack's attentions cache of a token is what the whole program caches; the coda's have slots of their own
     behind those of the program.
-
-    Raises:
-        FileNotFoundError, ValueError: as `first_rack`.
     """
     plan = replace(plan, kv="lowrank" if plan.kv == "lowrank" else "full")
     nodes, coda = first_rack(plan)
@@ -52,13 +49,7 @@ def with_coda(plan: Plan) -> Plan:
 
 
 def first_rack(plan: Plan) -> tuple[int, CodaPlan]:
-    """How many nodes of a checkpoint's program its first rack has, and the rack's coda.
-
-    Raises:
-        FileNotFoundError: if a file of the codas is missing.
-        ValueError: if there are no codas, they are not of these weights or damaged, the program cannot be cut behind
-            the first rack, or the coda's heads or neurons do not divide among the ranks.
-    """
+    """How many nodes of a checkpoint's program its first rack has, and the rack's coda."""
     stored = read_codas(plan.folder)
     if stored is None:
         raise ValueError(

@@ -307,9 +307,6 @@ def choose_cache(
         free: says how much of the memory may be taken where no limit is given: of this machine's (ranks on other
             machines are taken to have as much), or of the GPU that has least.
         drafts: tokens that are drafted for each sequence, and verified in one pass, each as a text of its own.
-
-    Raises:
-        ValueError: if there is not enough memory for the weights and the blocks; it says what would fit.
     """
     here = local_ranks or plan.ranks
     allowed = free() if memory is None else memory

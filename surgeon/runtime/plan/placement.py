@@ -54,9 +54,6 @@ def rank_work(program: Program, rank: int, ranks: int, sliced: bool = False) -> 
 
     Args:
         sliced: whether every rank of a step takes a slice of each of its sublayers (`Plan.sliced`).
-
-    Raises:
-        ValueError: if a fork has fewer branches than ranks and they do not divide the ranks evenly.
     """
     work: list[Work] = []
     slots = 0
@@ -143,11 +140,7 @@ def _placed(
 
 
 def assigned_branches(fork: Fork, rank: int, group: Group) -> tuple[tuple[tuple[Node, ...], ...], Group]:
-    """The branches of a fork that this rank computes or helps compute, and the group of ranks that computes each.
-
-    Raises:
-        ValueError: if a fork has fewer branches than ranks and they do not divide the ranks evenly.
-    """
+    """The branches of a fork that this rank computes or helps compute, and the group of ranks that computes each."""
     each = ranks_per_branch(fork, len(group))
     member = group.index(rank)
     if each == 1:

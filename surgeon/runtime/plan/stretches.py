@@ -27,10 +27,6 @@ def with_stretches(plan: Plan, ranks: int, drafts: bool) -> Plan:
 
     Args:
         drafts: whether the coda of the checkpoint's first rack is to draft, if it has one.
-
-    Raises:
-        FileNotFoundError, ValueError: if the program does not split into so many stretches, decoding is asked for in
-            fixed shapes, or codas are missing or damaged, or the program cannot be cut where they are.
     """
     if ranks == 1:
         return plan

@@ -6,7 +6,7 @@ First what it, the other ranks and the starting process tell each other.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import islice, takewhile
 from operator import eq
 from typing import NamedTuple
@@ -32,13 +32,6 @@ class Report(NamedTuple):
     """To every rank: send an `Account`."""
 
     ticket: int
-
-
-class Recorded(NamedTuple):
-    """From rank 0, before it works on requests: how many passes have been recorded, and of how many."""
-
-    done: int
-    all: int
 
 
 class Progress(NamedTuple):
@@ -109,16 +102,15 @@ class Leader:
         self._sender = sender
         self._sampler = Sampler(engine.plan.vocabulary, engine.device)  # where the likeliest token is not enough
 
-    def record_ahead(self, seconds: float = RECORDING_SECONDS) -> Iterator[Recorded]:
+    def record_ahead(self, seconds: float = RECORDING_SECONDS) -> None:
         """Have passes recorded that texts will come to, as many as the seconds suffice for; the rest when they come."""
         passes = self.engine.passes_to_record(self.cache, self.scheduler.limits.max_batch)
         end = time.monotonic() + seconds
-        for done, rows in enumerate(passes, start=1):
+        for rows in passes:
             if time.monotonic() > end:
                 return
             self._sender.send(RowsToRecord(rows))
             self.engine.record_ahead(rows, self.cache)
-            yield Recorded(done, len(passes))
 
     def submit(self, request: Request) -> None:
         self.scheduler.submit(request)

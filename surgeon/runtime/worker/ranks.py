@@ -168,11 +168,6 @@ class Ranks(AbstractContextManager["Ranks"]):
 
         Args:
             wait: until they have connected; if not, the first call does, and raises `RankFailed` if one cannot.
-
-        Raises:
-            ValueError: if torchrun has started another number of processes, or this is not the one with rank 0.
-            TimeoutError: if some of torchrun's processes do not join.
-            RankFailed: if a rank cannot start.
         """
         self.options = options
         ranks = options.ranks
@@ -203,7 +198,6 @@ class Ranks(AbstractContextManager["Ranks"]):
                 os.close(memory)
 
     def _connect(self) -> None:
-        """Wait until all have connected to each other, once."""
         if not self._connected:
             self._results(None)
             self._connected = True
@@ -258,10 +252,6 @@ class Ranks(AbstractContextManager["Ranks"]):
 
         Returns:
             What it returned, by rank.
-
-        Raises:
-            ValueError: if it raised that on a rank.
-            RankFailed: if it raised anything else, or a rank's process ended. No rank is left running then.
         """
         message = function, arguments
         try:
@@ -274,11 +264,7 @@ class Ranks(AbstractContextManager["Ranks"]):
             raise
 
     def post(self, rank: int, message: Any) -> None:
-        """Send something to a rank that is in a call; it comes to the rank's `inbox`. From one thread at a time.
-
-        Raises:
-            OSError: if the rank is gone; the call says why.
-        """
+        """Send something to a rank that is in a call; it comes to the rank's `inbox`. From one thread at a time."""
         self._processes[rank].connection.send_bytes(pickle.dumps(message))
 
     def kill(self, reason: str | None = None) -> None:

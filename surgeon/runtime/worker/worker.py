@@ -104,8 +104,7 @@ def serve(rank: Rank, blocks: int, limits: Limits, pulse_seconds: float) -> None
         follow(rank, engine, cache)
         return
     leader = leader_of(rank, engine, cache, blocks, limits)
-    for recorded in leader.record_ahead():
-        rank.notify(recorded)
+    leader.record_ahead()
     inbox = rank.inbox()
     rank.notify(leader.progress([]))  # from here on, what is posted goes to the inbox
     while True:

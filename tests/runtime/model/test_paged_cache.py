@@ -130,7 +130,7 @@ def test_a_sequence_in_one_run_is_read_where_it_lies(
 
 def test_a_rank_without_attentions() -> None:
     cache = PagedCache([], 2, HEAD_DIM, torch.empty(0))
-    assert cache.nbytes == 0
+    assert cache.stored.nbytes == 0
     rows = [Row(0, [1, 2], ([(0, 1)],), Wanted.BEST), Row(3, [1], ([(1, 1)],), Wanted.BEST)]
     assert PagedLayout(rows, cache).positions.tolist() == [0, 1, 3]
     assert asked_of(rows).places == [1, 2]
