@@ -18,7 +18,7 @@ from surgeon.errors import needs_extra
 from surgeon.language.program import Program
 from surgeon.models.edit import program_of
 from surgeon.models.lora import LoraLayer, PeftModel
-from surgeon.models.weights.store import Compact
+from surgeon.models.weights.quantised import PackedTensor
 from surgeon.progress import progress
 from surgeon.quality.summary import Quality
 from surgeon.training.arguments import join_processes, share_of_batch, training_arguments
@@ -76,7 +76,7 @@ class Trained:
         """The model with its adapters merged into its matrices; they are gone from it then."""
         for module in self.model.modules():
             base: Any = module.get_base_layer() if isinstance(module, LoraLayer) else None
-            if isinstance(getattr(base, "weight", None), Compact):
+            if isinstance(getattr(base, "weight", None), PackedTensor):
                 base.weight = nn.Parameter(base.weight.numbers(), requires_grad=False)
         found: PreTrainedModel = self.model.merge_and_unload() if isinstance(self.model, PeftModel) else self.model
         return found
