@@ -26,11 +26,7 @@ ROWS = 64  # tokens whose predictions are compared at a time, in float64
 
 
 def windows_to_compare(plan: Plan, data: str | None, length: int, tokens: int, seed: int) -> list[list[int]]:
-    """Windows of the tokenizer's tokens of a text, or of random tokens.
-
-    Raises:
-        FileNotFoundError, ValueError: as `load_windows` and `open_tokenizer`.
-    """
+    """Windows of the tokenizer's tokens of a text, or of random tokens."""
     if data is None:
         generator = torch.Generator().manual_seed(seed)
         shape = (max(FEWEST_WINDOWS, -(-tokens // length)), length)
@@ -42,29 +38,16 @@ def windows_to_compare(plan: Plan, data: str | None, length: int, tokens: int, s
     return list(found.ids.tolist())
 
 
-def divergence_of_compressed(
-    ranks: Ranks, plan: Plan, windows: list[list[int]], kind: Compression, name: str = ENGINE
-) -> Values:
+def divergence_of_compressed(ranks: Ranks, windows: list[list[int]], kind: Compression, name: str = ENGINE) -> Values:
     """Run windows of a text on ranks twice, with exact and with compressed reductions.
 
     Args:
-        plan: the model and the program; for windows of up to its `max_tokens`.
         windows: token ids; every token of a window but the first is predicted.
-        name: under which the ranks keep an engine of that plan.
+        name: under which the ranks keep an engine.
 
     Returns:
         KL(exact || compressed) over the full vocabulary in nats, the mean over each window's predictions, (windows,).
-
-    Raises:
-        ValueError: if there is one rank only, the windows do not fit the plan, or the logits are not finite.
-        RankFailed: if a rank fails.
     """
-    if plan.ranks == 1 or ranks.options.collectives == "none":
-        raise ValueError("nothing is sent here that could be compressed; use 2 ranks or more, which are connected")
-    if not windows or any(not 2 <= len(window) <= plan.max_tokens for window in windows):
-        raise ValueError(f"there must be windows, each of 2 to {plan.max_tokens} tokens")
-    if any(not 0 <= token < plan.vocabulary for window in windows for token in window):
-        raise ValueError(f"token ids must lie in 0..{plan.vocabulary - 1}, the model's vocabulary")
     found: list[list[float]] = ranks.call(_compare_on_rank, name, windows, kind)
     return np.array(found[0])
 

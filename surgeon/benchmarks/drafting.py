@@ -131,9 +131,6 @@ def measure_drafts(
         prompts: of each round, texts that are continued together; those of the first one warm up.
         sampling: how tokens are drawn, and how many.
         advance: called with 1 after each run.
-
-    Raises:
-        ValueError: as `make_plan` and `with_draft`, or if there are fewer than two rounds.
     """
     if len(prompts) < 2:
         raise ValueError(f"drafts are measured in two rounds at least, one of them to warm up, not in {len(prompts)}")

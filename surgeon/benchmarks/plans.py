@@ -43,12 +43,7 @@ class Needs:
 
 
 def plan_candidates(candidates: Iterable[Candidate], needs: Needs) -> dict[str, Plan]:
-    """The candidates' plans, by name.
-
-    Raises:
-        ValueError: if one cannot be run by these ranks, saying why; if none of them can be run with the `kv` that is
-            needed.
-    """
+    """The candidates' plans, by name."""
     plans = {}
     for one in candidates:
         plans[one.name] = needs.plan(one.model, one.program(needs.ranks), one.halves)

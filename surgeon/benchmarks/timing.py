@@ -186,9 +186,6 @@ def run_timed(
 
     Args:
         profiled: whether to say on GPUs, too, what passes wait; that takes time.
-
-    Raises:
-        UndefinedLogits: if the model predicts nothing for one of them.
     """
     engine: TimedEngine = rank.engines[name]
     recorder = engine.recorder
@@ -219,7 +216,6 @@ def waits_of_passes(events: Iterable[Any]) -> list[float]:
 
 
 def _covered(spans: Sequence[Any], within: Any) -> float:
-    """How much of a span others cover together."""
     total = 0.0
     until = within.start
     for one in sorted(spans, key=lambda span: float(span.start)):
@@ -258,9 +254,6 @@ def write_profile(rank: Rank, runs: Sequence[Profiled], file: str) -> None:
 
     Args:
         file: for all ranks; each writes the one of its own (`trace_files`).
-
-    Raises:
-        OSError: if the file cannot be written.
     """
     on_gpu = rank.device.type == "cuda"
     for run in runs:

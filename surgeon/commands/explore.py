@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -18,29 +17,7 @@ if TYPE_CHECKING:
     from surgeon.findings.explore import Exploration
 
 
-def _show(
-    call: Callable[[], Exploration],
-    open_page: Annotated[
-        bool, option("Open the page in a browser at the end, where there is a display.", "--open")
-    ] = False,
-) -> None:
-    found = call()
-    print(f"{found}\n")
-    print(found.page.file)
-    if open_page and not _opened(found.page.file):
-        print("there is no display to open it on; copy the file to where there is one", file=sys.stderr)
-
-
-def _opened(page: Path) -> bool:
-    """Open a page in the user's browser; not in one that would take the terminal, where there is no display."""
-    import webbrowser
-
-    if sys.platform.startswith("linux") and not any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY"))):
-        return False
-    return webbrowser.open(page.resolve().as_uri())
-
-
-@command(_show)
+@command()
 def explore(
     model: ModelName,
     data: Annotated[

@@ -62,6 +62,13 @@ def settings_of(
     ] = None,
     temperature: Annotated[float, option("Of the distilled predictions.")] = 1.0,
     text_weight: Annotated[float, option("Weight of the text's own loss beside a distillation's.")] = 0.0,
+    teacher_top: Annotated[
+        int | None,
+        option(
+            "Keep the original's K highest predictions of each token on disk once, so that it need not stay in memory.",
+            metavar="K",
+        ),
+    ] = None,
     steps: Annotated[int | None, option("Of the optimiser. Default: 1000.")] = None,
     epochs: Annotated[float | None, option("Passes over the text, in place of --steps.")] = None,
     batch: Annotated[int | None, option("Windows per step, over all processes. Default: 8.")] = None,
@@ -99,7 +106,7 @@ def settings_of(
         "warmup": warmup,
         "patience": patience,
         "scope": scope,
-        "distillation": _distillation(distill, temperature, text_weight),
+        "distillation": _distillation(distill, temperature, text_weight, teacher_top),
     }
     given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
     given |= {"router": router, "lora": lora, "seed": seed, "evaluate_every": evaluate_every, "save_every": save_every}
@@ -114,15 +121,18 @@ def settings_of(
     return settings
 
 
-def _distillation(what: str | None, temperature: float, text_weight: float) -> Distillation | None:
+def _distillation(
+    what: str | None, temperature: float, text_weight: float, teacher_top: int | None
+) -> Distillation | None:
     from surgeon.training.distill.distiller import Distillation
 
     if what is not None:
         logits, hidden = {"logits": (1.0, 0.0), "hidden": (0.0, 1.0), "both": (1.0, HIDDEN_WEIGHT)}[what]
-        return Distillation(logits, hidden, text_weight, temperature)
+        return Distillation(logits, hidden, text_weight, temperature, teacher_top)
     given = {
         "--temperature": temperature != 1.0,
         "--text-weight": text_weight != 0.0,
+        "--teacher-top": teacher_top is not None,
     }
     for name, is_given in given.items():
         if is_given:
@@ -151,8 +161,8 @@ def racks_of(
     rack_processes: Annotated[
         bool,
         option(
-            "Train all racks at once, each in a process of its own. By default one after the other, with the same "
-            "result."
+            "Train all racks at once, each in a process of its own, and start them again where one is killed. By "
+            "default one after the other, with the same result."
         ),
     ] = False,
     average: Annotated[

@@ -104,6 +104,19 @@ class Scan(RunResult):
     def picture_title(self) -> str:
         return f"{self.label}, base perplexity {self.base_perplexity:.4g}"
 
+    def __str__(self) -> str:
+        record = self.record
+        ran, loop, predicted = (record[key] for key in ("sublayers_run", "sublayers_of_a_loop", "tokens_predicted"))
+        lines = [
+            f"base perplexity {self.base_perplexity:.4g} over {predicted:,} predicted tokens",
+            f"{plural(len(self.cells), 'cell')}",
+            f"sublayers run: {ran['total']:,}; a loop over cells would have run {loop['total']:,}",
+        ]
+        if record.get("screen") is not None:
+            share = self.cells["tokens"].mean() / predicted
+            lines.append(f"screened: a cell rests on {share:.0%} of the tokens on average")
+        return "\n".join(lines)
+
     @property
     def _maps(self) -> ScanMaps:
         return ScanMaps(self.cells, self.touched, self.experts, self.cap)

@@ -163,7 +163,8 @@ def _best_proxies(table: pd.DataFrame) -> Table:
         rows.append([str(operation), f"{own['n'].max()}", best, next(numbers), next(numbers), equal, next(numbers)])
     note = (
         "Spearman's rho over n stretches, beside that of their mere length; and among stretches of equal length. "
-        "Measures of single layers are summed over the stretch where max or mean is not said."
+        "Measures of single layers are summed over the stretch where max or mean is not said. All of them are in "
+        "proxies.csv (stretches overlap, so that its p is too small)."
     )
     head = ["operation", "n", "best measure", "rho", "length", "at equal length", "rho"]
     caption = "What predicts the divergence of a stretch best"

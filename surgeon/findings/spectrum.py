@@ -182,7 +182,10 @@ class Spectrum(RunResult):
 
     def __str__(self) -> str:
         """For each weight medians over layers, of the rank with 95% of the energy and of divergence; in 80 columns."""
-        parts = ["Medians over layers: rank with 95% of the energy, as a share of the full rank"]
+        parts = [
+            f"base perplexity {self.base_perplexity:.4g} over {self.record['tokens_predicted']:,} predicted tokens\n",
+            "Medians over layers: rank with 95% of the energy, as a share of the full rank",
+        ]
         if len(self.damage):
             parts.append("(whitened: weighed by the inputs); divergence at lower ranks, nats per token")
         truncations = list(self.truncations())

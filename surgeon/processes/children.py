@@ -69,11 +69,7 @@ class Child:
         return self.process.poll()
 
     def wait(self, seconds: float | None = None) -> int:
-        """Wait for its end.
-
-        Raises:
-            subprocess.TimeoutExpired: if it does not end in time.
-        """
+        """Wait for its end."""
         code = self.process.wait(seconds)
         assert self.process.stdin is not None
         self.process.stdin.close()

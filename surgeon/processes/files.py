@@ -45,12 +45,7 @@ def whole_file(path: Path, durable: bool = False) -> Iterator[Path]:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, and those that it lies in, where they are not there yet.
-
-    Raises:
-        NotADirectoryError: if a file is in the way, which it names.
-        OSError: if it cannot be made.
-    """
+    """Make a folder, and those that it lies in, where they are not there yet."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
@@ -105,11 +100,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """Refuse to begin what the disk cannot hold.
-
-    Raises:
-        OSError: with the folder, what is needed and what is there.
-    """
+    """Refuse to begin what the disk cannot hold."""
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free

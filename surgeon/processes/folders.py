@@ -32,9 +32,6 @@ def scratch(target: Path) -> Iterator[Path]:
     """Give a new, empty folder beside the target, which is removed when the block ends, unless it was published.
 
     If this process dies in between, the next one that writes to the target removes it.
-
-    Raises:
-        PermissionError: if nothing can be written beside the target.
     """
     target = Path.cwd() / target
     try:
@@ -66,7 +63,6 @@ def _partial_folder(target: Path) -> tuple[Path, int]:
 
 
 def _is_at(handle: int, path: Path) -> bool:
-    """Whether an open folder still has this name."""
     try:
         return os.path.samestat(os.fstat(handle), path.lstat())
     except FileNotFoundError:

@@ -26,20 +26,13 @@ def lock(descriptor: int, wait: bool = False) -> bool:
 
     Returns:
         Whether it is locked now; if not, somebody else has done so.
-
-    Raises:
-        OSError: if its file system has no locks.
     """
     return lock_descriptor(descriptor, blocking=wait, poll_interval=LOOK_SECONDS)
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Wait until nobody else has locked a file, which is made if it is not there, and lock it while inside.
-
-    Raises:
-        OSError: if it cannot be written, or its file system has no locks.
-    """
+    """Wait until nobody else has locked a file, which is made if it is not there, and lock it while inside."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         with naming(path):

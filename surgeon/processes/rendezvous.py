@@ -70,24 +70,14 @@ def serve_store(listening: socket.socket, timeout: timedelta = STORE_TIMEOUT) ->
 
 
 def open_store(torchrun: TorchrunEnvironment) -> PrefixStore:
-    """Open the store in this process, as rank 0 does where torchrun has none.
-
-    Raises:
-        ValueError, OSError: as `listen`.
-    """
+    """Open the store in this process, as rank 0 does where torchrun has none."""
     listen(torchrun).close()  # so that an address that is not this machine's is not taken for a port in use
     listening = listen(torchrun, torchrun.port)
     return PrefixStore(key_prefix(torchrun), serve_store(listening, timedelta(seconds=torchrun.patience)))
 
 
 def connect_store(torchrun: TorchrunEnvironment) -> PrefixStore:
-    """Connect to the store as soon as somebody listens there (torch would write many lines meanwhile).
-
-    Raises:
-        ValueError: if MASTER_ADDR is no address.
-        TimeoutError: if nobody listens there in time.
-        ConnectionError: if it is something else that listens.
-    """
+    """Connect to the store as soon as somebody listens there (torch would write many lines meanwhile)."""
     resolve(torchrun)
     deadline = time.monotonic() + torchrun.patience
     while True:
@@ -140,19 +130,8 @@ class Hello:
     clock: float
 
 
-@dataclass(frozen=True)
-class RankConnections:
-    """A rank that has come to rank 0: its connections, and how far its machine's clock lags behind this one's."""
-
-    hello: Hello
-    lifeline: Connection
-    commands: Connection
-    channel: Connection
-    lag: float
-
-
-class _Admitted(NamedTuple):
-    """One connection that a rank has made; `lag` as a `RankConnections` has it."""
+class Admitted(NamedTuple):
+    """One connection that a rank has made to rank 0, and how far its machine's clock lags behind this one's."""
 
     hello: Hello
     connection: Connection
@@ -174,12 +153,7 @@ class Rendezvous:
     """
 
     def __init__(self, torchrun: TorchrunEnvironment) -> None:
-        """Open the store, unless it is torchrun's, and tell the others where to connect to.
-
-        Raises:
-            ValueError: if MASTER_ADDR is no address, or not one of this machine.
-            OSError: if MASTER_PORT is taken, or nobody answers there though torchrun should.
-        """
+        """Open the store, unless it is torchrun's, and tell the others where to connect to."""
         self.torchrun = torchrun
         self.store = StoreAddress(torchrun.address, torchrun.port, key_prefix(torchrun))
         self._store = connect_store(torchrun) if torchrun.hosted else open_store(torchrun)
@@ -189,17 +163,12 @@ class Rendezvous:
         self.location = RankLocation(torchrun.local_rank, torchrun.local_ranks, interface_of(address))
         self._store.set(KEY, json.dumps([port, self._secret.hex()]))
 
-    def accept(self) -> list[RankConnections]:
-        """Wait for the other ranks; they can come once.
-
-        Raises:
-            TimeoutError: if some do not come in time.
-            ValueError: if they came before, or one of them believes something else about the ranks.
-        """
+    def accept(self) -> list[dict[Purpose, Admitted]]:
+        """Wait for the other ranks; they can come once."""
         if self._listener.fileno() < 0:
             raise ValueError("the ranks that torchrun has started have served and ended; start new ones with torchrun")
         missing = {(rank, purpose) for rank in range(1, self.torchrun.ranks) for purpose in PURPOSES}
-        found: dict[tuple[int, Purpose], _Admitted] = {}
+        found: dict[tuple[int, Purpose], Admitted] = {}
         deadline = time.monotonic() + self.torchrun.patience
         try:
             with self._listener:
@@ -221,18 +190,9 @@ class Rendezvous:
             for entrant in found.values():
                 entrant.turn_away(str(error) or type(error).__name__)
             raise
-        return [
-            RankConnections(
-                hello=found[rank, "commands"].hello,
-                lifeline=found[rank, "lifeline"].connection,
-                commands=found[rank, "commands"].connection,
-                channel=found[rank, "channel"].connection,
-                lag=found[rank, "commands"].lag,
-            )
-            for rank in range(1, self.torchrun.ranks)
-        ]
+        return [{way: found[rank, way] for way in PURPOSES} for rank in range(1, self.torchrun.ranks)]
 
-    def _admit(self, connected: socket.socket) -> _Admitted | None:
+    def _admit(self, connected: socket.socket) -> Admitted | None:
         """Somebody who connected; None if they do not know the secret."""
         connection: Connection | None = None
         try:
@@ -248,7 +208,7 @@ class Rendezvous:
         finally:
             connected.close()
         assert isinstance(hello, Hello)
-        return _Admitted(hello, connection, time.monotonic() - hello.clock)
+        return Admitted(hello, connection, time.monotonic() - hello.clock)
 
     def _contradiction(self, hello: Hello, before: Hello) -> str | None:
         who = f"rank {hello.rank} on {hello.host}"
@@ -317,11 +277,7 @@ class Rank0Address:
     secret: bytes
 
     def connect(self, purpose: Purpose) -> Connection:
-        """One of the connections to rank 0; waits until rank 0 is ready for it.
-
-        Raises:
-            ConnectionError: if rank 0 ends, or cannot be reached.
-        """
+        """One of the connections to rank 0; waits until rank 0 is ready for it."""
         torchrun = self.torchrun
         try:
             connected = socket.create_connection((torchrun.address, self.port), torchrun.patience)
@@ -341,13 +297,7 @@ class Rank0Address:
 
 
 def find_rank0(torchrun: TorchrunEnvironment) -> Rank0Address:
-    """Look where rank 0 listens, as any other rank does.
-
-    Raises:
-        TimeoutError: if it does not say so in time.
-        ConnectionError: if the store goes meanwhile.
-        ValueError: if MASTER_ADDR is no address.
-    """
+    """Look where rank 0 listens, as any other rank does."""
     deadline = time.monotonic() + torchrun.patience
     store = connect_store(torchrun)
     try:

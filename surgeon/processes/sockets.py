@@ -35,11 +35,7 @@ def interface_of(address: str) -> str | None:
 
 
 def address_of(interface: str) -> str:
-    """The IPv4 address of a network interface.
-
-    Raises:
-        ValueError: if it has none.
-    """
+    """The IPv4 address of a network interface."""
     import psutil
 
     for each in psutil.net_if_addrs().get(interface, ()):
@@ -54,11 +50,7 @@ def interface_variables(interface: str) -> dict[str, str]:
 
 
 def resolve(torchrun: TorchrunEnvironment) -> tuple[socket.AddressFamily, str]:
-    """What MASTER_ADDR stands for on this machine.
-
-    Raises:
-        ValueError: if that is nothing.
-    """
+    """What MASTER_ADDR stands for on this machine."""
     try:
         family, _, _, _, address = socket.getaddrinfo(torchrun.address, None, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
@@ -71,10 +63,6 @@ def listen(torchrun: TorchrunEnvironment, port: int = 0) -> socket.socket:
 
     Args:
         port: 0 for any that is free.
-
-    Raises:
-        ValueError: if the address is not this machine's.
-        OSError: if the port is taken.
     """
     family, address = resolve(torchrun)
     try:
@@ -112,10 +100,6 @@ def prove(connected: socket.socket, secret: bytes, first: bool) -> None:
 
     Args:
         first: whether this end is the one that asks first, as whoever listens does.
-
-    Raises:
-        Stranger: if the other end does not know it, or says something else.
-        EOFError, OSError: if it closes the connection, or says nothing in time.
     """
     connected.settimeout(None)
     watch_over(connected)

@@ -69,11 +69,7 @@ class TorchrunEnvironment:
 
 
 def read_environment(variables: Mapping[str, str] = os.environ) -> TorchrunEnvironment | None:
-    """What torchrun has told this process; None if nobody but surgeon starts ranks.
-
-    Raises:
-        ValueError: if a variable is missing, is no number, or contradicts another.
-    """
+    """What torchrun has told this process; None if nobody but surgeon starts ranks."""
     if not any(variables.get(name) for name in SIGNS):
         return None
     missing = [name for name in VARIABLES if not variables.get(name)]
@@ -113,11 +109,7 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> TorchrunEnvir
 
 
 def check_ranks(torchrun: TorchrunEnvironment, ranks: int) -> None:
-    """Refuse another number of ranks than there are processes.
-
-    Raises:
-        ValueError: if they differ.
-    """
+    """Refuse another number of ranks than there are processes."""
     if ranks != torchrun.ranks:
         raise ValueError(
             f"{ranks} ranks are asked for, another number than torchrun has started (WORLD_SIZE {torchrun.ranks}); "

@@ -69,7 +69,6 @@ class Watchdog:
         return None
 
     def _diagnosis(self) -> str:
-        """Which ranks are at fault."""
         time = f"for {self._patience:g} seconds"
         silent = [rank for rank, seconds in enumerate(self._unheard) if seconds > MISSED * self.interval]
         if silent:

@@ -27,7 +27,6 @@ from surgeon.memory import free_bytes
 from surgeon.opened import Model
 from surgeon.processes.torchrun import ranks_of_this_machine
 from surgeon.processes.watchdog import Pulse, Watchdog
-from surgeon.progress import progress
 from surgeon.runtime.batching.ahead import MOST_AHEAD
 from surgeon.runtime.batching.request import QueueFull, Request, Sampling, Stats, check_length
 from surgeon.runtime.batching.scheduler import Limits
@@ -41,7 +40,7 @@ from surgeon.runtime.plan.memory import Capacity, choose_cache
 from surgeon.runtime.plan.stretches import with_stretches
 from surgeon.runtime.service_options import CODA, LOOKUP, ServiceOptions
 from surgeon.runtime.stream import OpenRequest, Stream
-from surgeon.runtime.worker.leader import Account, Cancel, Progress, Recorded, Report
+from surgeon.runtime.worker.leader import Account, Cancel, Progress, Report
 from surgeon.runtime.worker.pipeline import connect
 from surgeon.runtime.worker.rank import gpu_room
 from surgeon.runtime.worker.ranks import RankFailed, Ranks
@@ -105,7 +104,8 @@ class Service(AbstractContextManager["Service"]):
         with ExitStack() as undone:
             if device == "cuda" and options.memory is None:  # asking opens a context on a GPU: only its rank does
                 started = started or undone.enter_context(Ranks(options.ranks))
-                free = partial(_free_on_gpus, started)
+                room: list[int] = started.call(gpu_room)
+                free = partial(min, room)
             self.plan, self.blocks = choose_cache(plan, device, *sizes, here, free, drafts)
             undone.pop_all()
         warn_without_kernels(device, self.plan.dtype)
@@ -115,10 +115,9 @@ class Service(AbstractContextManager["Service"]):
         as_pays = options.draft is not None and options.draft_tokens is None
         stretches = max(1, len(self.plan.stretches))
         pass_tokens = max(PASS_TOKENS[device] // stretches, options.max_batch * (1 + drafts))
-        waiting = options.max_waiting
         long_texts = self.plan.long_texts
         limits = Limits(
-            *(options.max_batch, self.max_tokens, waiting, pass_tokens, self.plan.ends, drafts),
+            *(options.max_batch, self.max_tokens, pass_tokens, self.plan.ends, drafts),
             long_texts=long_texts,
             as_pays=as_pays,
             looked_up=options.draft == LOOKUP,
@@ -130,7 +129,6 @@ class Service(AbstractContextManager["Service"]):
         self._numbers = count()
         self._stats = Stats(blocks=self.blocks, free_blocks=self.blocks)
         self._accounts: dict[int, dict[int, Figures]] = {}
-        self._recorded = Recorded(0, 0)
         self._ready = self._draining = self._closed = False
         self._changed = threading.Condition(threading.RLock())
         self._ended = threading.Event()
@@ -149,20 +147,10 @@ class Service(AbstractContextManager["Service"]):
         self._ranks.call(load, self.plan)
         self._thread.start()
         with self._changed:
-            self._changed.wait_for(lambda: self._ready or self.failure or self._recorded.all)
-            if self._recorded.all:
-                self._show_recording()
+            self._changed.wait_for(lambda: self._ready or self.failure)
         if self.failure is not None:
             raise self.failure
         threading.Thread(target=self._watch, name="surgeon-watchdog", daemon=True).start()
-
-    def _show_recording(self) -> None:
-        shown = 0
-        with progress("recording passes", self._recorded.all, "passes") as advance:
-            while not (self._ready or self.failure):
-                advance(self._recorded.done - shown)
-                shown = self._recorded.done
-                self._changed.wait()
 
     @property
     def pids(self) -> list[int]:
@@ -287,7 +275,7 @@ class Service(AbstractContextManager["Service"]):
                 self._ranks.kill(reason)
                 return
 
-    def _hear(self, message: Progress | Account | Pulse | Recorded) -> None:
+    def _hear(self, message: Progress | Account | Pulse) -> None:
         if isinstance(message, Pulse):
             self._watchdog.hear(message)
             return
@@ -295,11 +283,6 @@ class Service(AbstractContextManager["Service"]):
             with self._changed:
                 if message.ticket in self._accounts:
                     self._accounts[message.ticket][message.rank] = message.figures
-                self._changed.notify_all()
-            return
-        if isinstance(message, Recorded):
-            with self._changed:
-                self._recorded = message
                 self._changed.notify_all()
             return
         self._stats = Stats(*message.stats)
@@ -322,9 +305,3 @@ class Service(AbstractContextManager["Service"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _free_on_gpus(ranks: Ranks) -> int:
-    """What the rank with least may take of its GPU, in bytes."""
-    found: list[int] = ranks.call(gpu_room)
-    return min(found)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
@@ -25,10 +23,9 @@ class Stream:
     """The events of one request, as they come; for one consumer, of one of these kinds.
 
     - `for event in stream` waits for each event. It ends after the one with a finish reason.
-    - `async for event in stream` does the same in an event loop, without blocking it.
     - `stream.listen(function)` has every event given to a function, on the service's own thread.
 
-    Whatever makes the request fail is raised to the first two and given to the third: `RankFailed` if a rank does,
+    Whatever makes the request fail is raised to the first and given to the second: `RankFailed` if a rank does,
     `UndefinedLogits` if the model's logits are not finite.
 
     Attributes:
@@ -45,19 +42,6 @@ class Stream:
     def __iter__(self) -> Iterator[Event]:
         while not self._over:
             yield self._read(self._events.get())
-
-    async def __aiter__(self) -> AsyncIterator[Event]:
-        loop = asyncio.get_running_loop()
-        arrived = asyncio.Queue[Event | Exception]()
-
-        def put(event: Event | Exception) -> None:
-            with suppress(RuntimeError):  # the loop has closed
-                loop.call_soon_threadsafe(arrived.put_nowait, event)
-
-        if not self._over:
-            self.listen(put)
-        while not self._over:
-            yield self._read(await arrived.get())
 
     def _read(self, event: Event | Exception) -> Event:
         if isinstance(event, Exception):

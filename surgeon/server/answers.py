@@ -120,21 +120,18 @@ class CompletionFormat(Format):
             return None
         logprobs: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         if with_prompt:
-            self._add_prompt(logprobs, answer)
+            # The prompt's tokens come first; nothing predicts the first of them.
+            logprobs["tokens"] += [self.texts.piece(token) for token in answer.prompt.tokens]
+            logprobs["token_logprobs"] += [None, *(_finite(one.logprob) for one in answer.prompt_logprobs)]
+            logprobs["top_logprobs"] += [None, *map(self._top, answer.prompt_logprobs)]
+            logprobs["text_offset"] += answer.prompt.offsets
+            answer.shift = len(self._echoed(answer))
         for one, offset in zip(found, offsets, strict=False):  # a last event without a token has neither
             logprobs["tokens"].append(self.texts.piece(one.token))
             logprobs["token_logprobs"].append(_finite(one.logprob))
             logprobs["top_logprobs"].append(self._top(one))
             logprobs["text_offset"].append(answer.shift + offset)
         return logprobs
-
-    def _add_prompt(self, logprobs: dict[str, Any], answer: Reply) -> None:
-        """Put the prompt's tokens first; nothing predicts the first of them."""
-        logprobs["tokens"] += [self.texts.piece(token) for token in answer.prompt.tokens]
-        logprobs["token_logprobs"] += [None, *(_finite(one.logprob) for one in answer.prompt_logprobs)]
-        logprobs["top_logprobs"] += [None, *map(self._top, answer.prompt_logprobs)]
-        logprobs["text_offset"] += answer.prompt.offsets
-        answer.shift = len(self._echoed(answer))
 
     def _top(self, one: TokenLogprob) -> dict[str, float]:
         """By text, the chosen token among them; of tokens with the same text (parts of characters) the likeliest."""
@@ -189,7 +186,6 @@ class ChatFormat(Format):
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no infinity."""
     return max(logprob, LEAST_LOGPROB)
 
 
@@ -234,11 +230,7 @@ class Choices:
         self._arrived: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue()
 
     async def submit(self, asks: Sequence[Ask]) -> None:
-        """Ask for all of them, or for none.
-
-        Raises:
-            ApiError: if the service takes them not now, or not at all.
-        """
+        """Ask for all of them, or for none."""
 
         def submit_all() -> None:
             for choice, (tokens, sampling) in enumerate(asks):
@@ -265,11 +257,7 @@ class Choices:
         return bool(self._open)
 
     async def next(self) -> list[tuple[int, Event]]:
-        """Wait for events; all that have come, each with the number of its choice.
-
-        Raises:
-            ApiError: if a rank has failed, the model predicts nothing, or the service has ended the request.
-        """
+        """Wait for events; all that have come, each with the number of its choice."""
         found = [self._note(*await self._arrived.get())]
         while not self._arrived.empty():
             found.append(self._note(*self._arrived.get_nowait()))
@@ -303,11 +291,7 @@ class ClientGone(Exception):
 
 
 async def complete(request: Request, state: ServerState, body: CompletionBody) -> Response:
-    """Answer /v1/completions.
-
-    Raises:
-        ApiError: for whatever the client should be told.
-    """
+    """Answer /v1/completions."""
     body.check()
     several = separate(body.prompt)
     _check_number(state, body, len(several))
@@ -318,11 +302,7 @@ async def complete(request: Request, state: ServerState, body: CompletionBody) -
 
 
 async def chat(request: Request, state: ServerState, body: ChatBody) -> Response:
-    """Answer /v1/chat/completions.
-
-    Raises:
-        ApiError: for whatever the client should be told.
-    """
+    """Answer /v1/chat/completions."""
     body.check()
     _check_number(state, body, 1)
     given = body.messages, state.service.max_tokens, body.chat_template_kwargs
@@ -426,11 +406,7 @@ class _EventStream(StreamingResponse):
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Wait for some work, but no longer than the client does.
-
-    Raises:
-        ClientGone: if it has hung up; the work is cancelled.
-    """
+    """Wait for some work, but no longer than the client does."""
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_hang_up(request))
     try:

@@ -96,11 +96,7 @@ class Body(BaseModel):
     stream_options: StreamOptions | None = None
 
     def check(self) -> None:
-        """Refuse fields that would matter and are not followed.
-
-        Raises:
-            ApiError: with the field and what to do.
-        """
+        """Refuse fields that would matter and are not followed."""
         for name, value in (self.model_extra or {}).items():
             if value is None or name in IGNORED:
                 continue
@@ -146,9 +142,6 @@ class Body(BaseModel):
             prompt: how many tokens it has.
             room: how many tokens prompt and answer may have together.
             defaults: the model's own, for what the request does not say.
-
-        Raises:
-            ApiError: if it is too long, or a parameter is out of its range.
         """
         own = {name: getattr(self, name) for name in ("temperature", "top_p", "min_p", "repetition_penalty", "seed")}
         own |= {
@@ -169,13 +162,10 @@ class Body(BaseModel):
             raise invalid(f"{name} {rest}", name) from None
 
     def _new_tokens(self, prompt: int, room: int) -> int:
-        if self.max_completion_tokens is None:
-            name = "max_tokens"
-        else:
+        name = "max_tokens"
+        asked = self.max_tokens
+        if self.max_completion_tokens is not None:
             name = "max_completion_tokens"
-        if self.max_completion_tokens is None:
-            asked = self.max_tokens
-        else:
             asked = self.max_completion_tokens
         most = room if asked == 0 else room - 1
         if prompt > most:

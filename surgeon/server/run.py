@@ -137,11 +137,7 @@ class Patience:
 
 
 def patience_for(files: int) -> Patience:
-    """Limits with which connections leave half of the files that this process may still open unused.
-
-    Raises:
-        ValueError: if these are too few.
-    """
+    """Limits with which connections leave half of the files that this process may still open unused."""
     if files < FEWEST_FILES:
         raise ValueError(f"only {files} more files may be open in this process; raise the limit (ulimit -n)")
     return Patience(connections=min(MOST_CONNECTIONS, files // 2), refused=max(1, min(MOST_ACCEPTED, files // 32)))
@@ -222,9 +218,6 @@ def bind(host: str, port: int) -> socket.socket:
 
     Args:
         port: 0 takes any that is free.
-
-    Raises:
-        ValueError: if the port is taken, or may not be had.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -309,12 +302,6 @@ def run(state: ServerState, bound: socket.socket, started: Callable[[], None]) -
     Args:
         bound: from `bind`.
         started: called when the first request can be answered.
-
-    Raises:
-        ValueError: if this process may open too few files.
-        RankFailed: if a rank has failed.
-        KeyboardInterrupt: at SIGINT.
-        InterruptedError: at a second SIGTERM.
     """
     patience = patience_for(files_left())
     config = uvicorn.Config(

@@ -140,11 +140,7 @@ class ServerState:
         self.meters = Meters(self.service)
 
     def check_model(self, name: str | None) -> None:
-        """Refuse requests for another model; they need not name one.
-
-        Raises:
-            ApiError: 404.
-        """
+        """Refuse requests for another model; they need not name one."""
         if name not in (None, self.model):
             message = f"there is no model {name!r} here; {did_you_mean(str(name), [self.model])}"
             raise ApiError(404, message, "model", code="model_not_found")
@@ -237,11 +233,7 @@ def _header(scope: Scope, name: bytes) -> bytes:
 
 
 def check_origin(origin: str) -> str:
-    """An origin as browsers send it, or "*" for any; what they never send would let nobody in.
-
-    Raises:
-        ValueError: if it is none, or written in another way.
-    """
+    """An origin as browsers send it, or "*" for any; what they never send would let nobody in."""
     if origin == ANY:
         return origin
     try:

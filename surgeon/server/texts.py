@@ -107,10 +107,6 @@ class Texts:
         Args:
             most: how many tokens they may have.
             variables: what the template knows besides (chat_template_kwargs), such as enable_thinking.
-
-        Raises:
-            ApiError: if the model has no template, or it does not take these messages, or they are certainly too long;
-                if the variables are too many, no JSON, or have names that are not the client's.
         """
         if not self.tokenizer.chat_template:
             raise invalid("this model has no chat template (it is no chat model); use /v1/completions", "messages")

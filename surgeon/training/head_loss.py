@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,29 @@ from surgeon.training.packing import IGNORED
 from surgeon.training.texts import model_inputs
 
 LEAST_ROWS = 8  # of a block
+
+
+class TeacherRows(Protocol):
+    """What a teacher predicts for some tokens, at hand."""
+
+    def compare(self, rows: slice, log_q: Tensor) -> tuple[Tensor, Tensor]:
+        """The divergence of a student from the teacher, token by token.
+
+        Args:
+            rows: which of the tokens.
+            log_q: (rows, vocabulary), the log-softmax of the student's logits divided by the temperature, of at least
+                32 bits.
+
+        Returns:
+            The divergence in nats, (rows,), and its gradient for the divided logits, (rows, vocabulary).
+        """
+
+
+class TeacherTarget(Protocol):
+    """What a teacher predicts for all tokens of a micro-batch."""
+
+    def at(self, rows: Tensor) -> TeacherRows:
+        """For some of them, by their numbers, (rows,)."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +99,54 @@ class FullLogits:
 
 
 @dataclass(frozen=True)
+class TopLogits:
+    """The largest log-probabilities of a teacher, and what the others have together.
+
+    The divergence is that over the kept tokens and one more, which stands for all others: by the log-sum inequality it
+    is never above the divergence over the full vocabulary, and with all tokens kept it is that.
+
+    Attributes:
+        ids: (tokens, kept), which of the vocabulary.
+        log_p: (tokens, kept), of softmax(t / T).
+        rest: (tokens,), the logarithm of what the others have together.
+    """
+
+    ids: Tensor
+    log_p: Tensor
+    rest: Tensor
+
+    @classmethod
+    def of(cls, logits: Tensor, kept: int, temperature: float) -> TopLogits:
+        """The largest ones of logits, (tokens, vocabulary).
+
+        Raises:
+            ValueError: if the vocabulary has fewer.
+        """
+        vocabulary = logits.shape[-1]
+        if kept > vocabulary:
+            raise ValueError(f"the teacher's vocabulary has {vocabulary:,} tokens; keep at most as many, not {kept:,}")
+        log_p = functional.log_softmax(logits.float() / temperature, dim=-1)
+        top = log_p.topk(kept, dim=-1)
+        return cls(top.indices, top.values, _without(log_p, top.indices).logsumexp(-1))
+
+    def at(self, rows: Tensor) -> TopLogits:
+        rows = rows.to(self.ids.device)
+        return TopLogits(self.ids[rows], self.log_p[rows], self.rest[rows])
+
+    def compare(self, rows: slice, log_q: Tensor) -> tuple[Tensor, Tensor]:
+        ids, log_p, rest = (each[rows].to(log_q.device) for each in (self.ids.long(), self.log_p, self.rest))
+        p = log_p.exp()
+        others = _without(log_q, ids)
+        # Where nothing is left for the others, their share is 0, and its logarithm no number to reckon with.
+        log_q_rest = torch.where(rest.isneginf(), 0, others.logsumexp(-1))
+        share = torch.where(rest.isneginf(), 0, rest.exp() * (rest - log_q_rest))
+        divergence = (p * (log_p - log_q.gather(-1, ids))).sum(-1) + share
+        # Of a kept token q - p; the others share what is left of p as they share what is left of q.
+        gradient = log_q.exp() - (others + (rest - log_q_rest)[:, None]).exp()
+        return divergence, gradient.scatter_add_(-1, ids, -p)
+
+
+@dataclass(frozen=True)
 class LogitsTask:
     """What some logits are held against.
 
@@ -89,7 +160,7 @@ class LogitsTask:
         text: the weight of the negative log-likelihood of the labels.
     """
 
-    target: TeacherStream | FullLogits | None
+    target: TeacherTarget | None
     labels: Tensor
     temperature: float = 1.0
     logits: float = 1.0
@@ -126,7 +197,7 @@ class LogitsTask:
         return torch.stack(sums).sum(0)
 
     def _block(
-        self, target: FullLogits | None, block: slice, labels: Tensor, student: Tensor
+        self, target: TeacherRows | None, block: slice, labels: Tensor, student: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Divergence (times T^2) and negative log-likelihood, summed, and the gradient of the loss."""
         softened = functional.log_softmax(student if self.temperature == 1 else student / self.temperature, dim=-1)
@@ -159,6 +230,11 @@ def blocks(logits: Tensor) -> Iterator[slice]:
     limit = BLOCK_BYTES.get(logits.device.type, BLOCK_BYTES["cpu"])
     rows = max(LEAST_ROWS, limit // (4 * logits.shape[1]))
     return (slice(start, start + rows) for start in range(0, len(logits), rows))
+
+
+def _without(log_p: Tensor, ids: Tensor) -> Tensor:
+    """Log-probabilities, (tokens, vocabulary), with nothing left of some of them, (tokens, kept)."""
+    return log_p.scatter(-1, ids, -torch.inf)
 
 
 # Of logits at a time: so many that reading the matrix, and adding to its gradient, is little beside the products.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from surgeon.errors import needs_extra, shown
 from surgeon.language.program import Program
 from surgeon.models.edit import program_of
 from surgeon.models.lora import LoraLayer, PeftModel
-from surgeon.models.weights.store import Compact
+from surgeon.models.weights.quantised import PackedTensor
 from surgeon.processes.files import make_folder, write_json
 from surgeon.processes.locks import lock
 from surgeon.progress import progress
@@ -37,7 +38,8 @@ from surgeon.training.checkpoints import (
     remove_partial,
     step_of,
 )
-from surgeon.training.distill.distiller import Distillation, Distiller
+from surgeon.training.distill.distiller import Distiller
+from surgeon.training.distill.teacher_logits import TeacherIdentity, keep_logits
 from surgeon.training.held_out import HeldOutQuality, Measure
 from surgeon.training.run_log import RunLog
 from surgeon.training.scope import with_chosen
@@ -46,6 +48,7 @@ from surgeon.training.texts import TrainTexts
 from surgeon.training.trainer import LossParts, ModelTrainer
 
 RECORD_FILE = "run.json"
+TEACHER_FOLDER = "teacher"
 
 
 def run_folder(output: Path) -> Path:
@@ -153,7 +156,7 @@ def add_to_record(folder: Path, record: dict[str, Any]) -> None:
 
 
 def finish_run(folder: Path, record: dict[str, Any]) -> None:
-    """Complete the record of a run whose result is written, and remove its checkpoints; tables stay.
+    """Complete the record of a run whose result is written, and remove its checkpoints and kept logits; tables stay.
 
     Where it was killed in between, it may be called again.
 
@@ -166,6 +169,8 @@ def finish_run(folder: Path, record: dict[str, Any]) -> None:
     add_to_record(folder, record)
     for checkpoint in checkpoints_of(folder).values():
         remove_checkpoint(checkpoint)
+    if (folder / TEACHER_FOLDER).is_dir():
+        shutil.rmtree(folder / TEACHER_FOLDER)
     remove_partial(folder)
 
 
@@ -212,7 +217,7 @@ class Trained:
         """The model with its adapters merged into its matrices; they are gone from it then."""
         for module in self.model.modules():
             base: Any = module.get_base_layer() if isinstance(module, LoraLayer) else None
-            if isinstance(getattr(base, "weight", None), Compact):
+            if isinstance(getattr(base, "weight", None), PackedTensor):
                 base.weight = nn.Parameter(base.weight.numbers(), requires_grad=False)
         found: PreTrainedModel = self.model.merge_and_unload() if isinstance(self.model, PeftModel) else self.model
         return found
@@ -289,7 +294,7 @@ def train(
         broadcast_object_list(found, from_process=0)
         checkpoint = found[0]
         program = program or program_of(model)
-        task = task or _task_by(original, program, texts, settings.distillation)
+        task = task or _task_by(original, program, texts, settings, folder, known)
         if task.uses_all and arguments.ddp_find_unused_parameters is None:
             arguments.ddp_find_unused_parameters = False
 
@@ -352,9 +357,12 @@ def _task_by(
     load_original: Callable[[], PreTrainedModel] | None,
     program: Program,
     texts: TrainTexts,
-    wanted: Distillation | None,
+    settings: TrainSettings,
+    folder: Path,
+    known: dict[str, Any],
 ) -> TrainingTask:
     """What the original has to say: on held-out text, and of the training text where it is distilled."""
+    wanted = settings.distillation
     if load_original is None:
         if wanted is not None:
             raise ValueError("there is no original to distil from; name it as the teacher")
@@ -363,4 +371,10 @@ def _task_by(
     held_out = HeldOutQuality(texts.held_out, original)
     if wanted is None:
         return TrainingTask(held_out)
-    return TrainingTask(held_out, Distiller(wanted, program, original))
+    if wanted.kept is None:
+        return TrainingTask(held_out, Distiller(wanted, program, original))
+    text = texts.training
+    dtype = str(original.dtype).removeprefix("torch.")
+    follows = str(known.get("original")), dtype, text.digest, len(text), text.window, wanted.kept, wanted.temperature
+    teacher = keep_logits(original, text, folder / TEACHER_FOLDER, TeacherIdentity(*follows))
+    return TrainingTask(held_out, Distiller(wanted, program, teacher))

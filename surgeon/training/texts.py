@@ -439,8 +439,8 @@ def _turns(weights: Sequence[float], count: int) -> tuple[NDArray[np.int64], NDA
 class TrainingWindows(Dataset[dict[str, Tensor]]):
     """A run's windows in its order, as the Trainer takes them: one after the other is the whole run.
 
-    Each has its tokens, and its labels, which are its tokens where it has none of its own; and says at which place it
-    stands.
+    Each has its tokens, and its labels, which are its tokens where it has none of its own; and says which window it is,
+    and at which place it stands.
     """
 
     def __init__(self, text: TrainingText, order: RunOrder) -> None:
@@ -452,5 +452,6 @@ class TrainingWindows(Dataset[dict[str, Tensor]]):
         return len(self.order)
 
     def __getitem__(self, place: int) -> dict[str, Tensor]:
-        row: dict[str, Tensor] = self.rows[self.order[place]]
-        return {"labels": row["input_ids"]} | row | {"place": torch.tensor(place)}
+        index = self.order[place]
+        row: dict[str, Tensor] = self.rows[index]
+        return {"labels": row["input_ids"]} | row | {"index": torch.tensor(index), "place": torch.tensor(place)}

@@ -48,7 +48,8 @@ class LossParts(Protocol):
 
         Args:
             inputs: (windows, tokens) `input_ids` and `labels`, and `position_ids` of documents that are apart; and,
-                (windows,), `place`, at which places of the run's order they stand: step s has those from s * batch on.
+                (windows,), `index`, which training windows they are, and `place`, at which places of the run's order
+                they stand: step s has those from s * batch on.
         """
 
 

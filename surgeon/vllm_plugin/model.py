@@ -57,11 +57,7 @@ class ProgramForCausalLM(nn.Module):
     supports_pp = True  # as vLLM asks
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        """Plan what the rank computes and make its caches known; weights are read later, by `load_weights`.
-
-        Raises:
-            ValueError: if vLLM is asked for what programs cannot do, or the program does not fit this many ranks.
-        """
+        """Plan what the rank computes and make its caches known; weights are read later, by `load_weights`."""
         super().__init__()
         reason = reason_against(vllm_config)
         if reason is not None:
@@ -97,7 +93,6 @@ class ProgramForCausalLM(nn.Module):
         return heads, kv_heads, self.plan.window(attention)
 
     def _slot(self, vllm_config: Any, name: str, heads: int, kv_heads: int, window: int | None) -> Attention:
-        """The attention over one slot of the cache."""
         plan = self.plan
         more = dict[str, Any]()
         if plan.family.attention.sinks is not None:
@@ -136,11 +131,7 @@ class ProgramForCausalLM(nn.Module):
             )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:  # noqa: ARG002 - would be whole tensors
-        """Read this rank's slices from the checkpoint.
-
-        Raises:
-            ValueError: if weights are there already; they cannot be replaced.
-        """
+        """Read this rank's slices from the checkpoint."""
         if self.loaded:
             raise ValueError("surgeon's plugin reads weights from the checkpoint once; start vLLM anew for other ones")
         self.loaded = True
@@ -240,11 +231,7 @@ class ProgramForCausalLM(nn.Module):
 
 
 def plan_of(vllm_config: Any) -> Plan:
-    """The plan of the checkpoint that vLLM is to run, on as many ranks as one of its pipeline stages has.
-
-    Raises:
-        ValueError: if the program cannot run there, as `make_plan` says it.
-    """
+    """The plan of the checkpoint that vLLM is to run, on as many ranks as one of its pipeline stages has."""
     model = vllm_config.model_config
     load = vllm_config.load_config
     folder = Path(model.model)

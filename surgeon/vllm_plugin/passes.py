@@ -19,11 +19,7 @@ class ProgramPasses(VerifyAndUpdateConfig):  # type: ignore[misc]
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
-        """Fill in what vLLM's user has left open; `--enforce-eager` and `-O0` record nothing.
-
-        Raises:
-            ValueError: if passes are to be compiled, or there is no such setting of the plugin's.
-        """
+        """Fill in what vLLM's user has left open; `--enforce-eager` and `-O0` record nothing."""
         compilation = vllm_config.compilation_config
         settings = read_settings(vllm_config.additional_config)
         if compilation.mode not in (None, CompilationMode.NONE):

@@ -41,9 +41,6 @@ def connect(way: str, program: Program) -> Collectives:
     Args:
         way: one of `requirements.REDUCE`.
         program: what the ranks are to run.
-
-    Raises:
-        ValueError: if it needs what the ranks do not have.
     """
     ranks = get_tp_group()
     if ranks.world_size == 1:
@@ -118,12 +115,12 @@ class VllmCollectives(Collectives):
     def _connect(self, group: Group) -> Collectives:
         return self.other.subgroup(group)
 
-    def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def _all_reduce(self, tensor: Tensor, _: bool) -> Callable[[], Tensor]:
         total: Tensor = self.ranks.all_reduce(tensor)
         return lambda: total
 
-    def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
-        return self.other._all_gather(tensor)
+    def _all_gather(self, tensor: Tensor, at_once: bool) -> Callable[[], Tensor]:
+        return self.other._all_gather(tensor, at_once)
 
 
 class GpuCollectives(Collectives):
@@ -163,10 +160,10 @@ class GpuCollectives(Collectives):
             raise ValueError("branches on some of the ranks need vLLM's NCCL; unset VLLM_DISABLE_PYNCCL")
         return GpuCollectives(self.ranks, group, nccl.all_reduce, nccl, self.side)
 
-    def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def _all_reduce(self, tensor: Tensor, _: bool) -> Callable[[], Tensor]:
         return self._sent(tensor, self.sum)
 
-    def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def _all_gather(self, tensor: Tensor, _: bool) -> Callable[[], Tensor]:
         return self._sent(tensor.contiguous(), self._gathered)
 
     def _gathered(self, tensor: Tensor) -> Tensor:

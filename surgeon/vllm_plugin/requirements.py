@@ -28,11 +28,7 @@ class PluginSettings:
 
 
 def read_settings(additional_config: Any) -> PluginSettings:
-    """The plugin's part of vLLM's additional configuration.
-
-    Raises:
-        ValueError: if there is no such setting, or no such value.
-    """
+    """The plugin's part of vLLM's additional configuration."""
     found = (additional_config or {}).get("surgeon", {})
     known = [field.name for field in fields(PluginSettings)]
     for name in found:
@@ -59,11 +55,7 @@ def reason_against(vllm_config: Any) -> str | None:
 
 
 def stage_nodes(nodes: tuple[Node, ...], stage: int, stages: int) -> tuple[Node, ...]:
-    """The nodes of one pipeline stage: as many for each as can be.
-
-    Raises:
-        ValueError: if there are fewer nodes than stages.
-    """
+    """The nodes of one pipeline stage: as many for each as can be."""
     if len(nodes) < stages:
         raise ValueError(f"a program of {len(nodes)} nodes cannot be cut into {stages} pipeline stages; use fewer")
     return nodes[len(nodes) * stage // stages : len(nodes) * (stage + 1) // stages]

@@ -112,14 +112,14 @@ def test_the_whole_of_it_by_options(heal: Any, tmp_path: Path) -> None:
     assert code == 0, err
     assert "all weights, distilled from the original" in err
     settings = json.loads((tmp_path / "healed.run" / "run.json").read_text())["settings"]
-    wanted = {"logits": 1, "hidden": 10, "text": 0.1, "temperature": 2}
+    wanted = {"logits": 1, "hidden": 10, "text": 0.1, "temperature": 2, "kept": None}
     assert settings["distillation"] == wanted
     assert (settings["seed"], settings["warmup"], settings["schedule"]) == (3, 1, "cosine")
     assert str(program_of(surgeon.load(tmp_path / "healed"))).startswith("A0 F0 A1 F1 ")
 
 
 def test_an_edited_checkpoint_is_healed_again(heal: Any, tmp_path: Path, tiny_checkpoint: Path) -> None:
-    assert heal('tracks: {layers: "0:4", depth: 2, count: 2}', "--distill", "logits")[0] == 0
+    assert heal('tracks: {layers: "0:4", depth: 2, count: 2}', "--teacher-top", 9, "--distill", "logits")[0] == 0
     code, _, err = heal(tmp_path / "healed", "--teacher", tiny_checkpoint, output="again")
     assert code == 0, err
     first, again = (json.loads((tmp_path / name / "surgeon.json").read_text()) for name in ("healed", "again"))
@@ -188,6 +188,7 @@ def test_presets_are_said(heal: Any) -> None:
         ('tracks: {layers: "0:4", depth: 2, count: 2}', ("--lora", 2, "--keep-adapter"), "do not keep the adapter"),
         ('pair: {layers: "1:3"}', ("--trainer-arg", "bf17=true"), "did you mean 'bf16'"),
         ('pair: {layers: "1:3"}', ("--batch", 500), "fewer than one batch of 500"),
+        ('pair: {layers: "1:3"}', ("--distill", "hidden", "--teacher-top", 5), "need the original in memory"),
         ('pair: {layers: "1:3"}', ("--schedule", "linaer"), "linaer"),
     ],
 )

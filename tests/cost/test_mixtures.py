@@ -71,7 +71,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's own operations, whose floating-point ones are counted."""
     for module in (layers, mixture):
         monkeypatch.setattr(module, "plan_kernels", lambda *_: None)
-    monkeypatch.setattr(products, "_is_packable", lambda _: False)
+    monkeypatch.setattr(products, "kernels_for", lambda _: None)
     monkeypatch.setattr(mixture, "can_group", lambda _: False)  # whose operations are not counted
 
 

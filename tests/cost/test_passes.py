@@ -36,10 +36,10 @@ class Nobody(Collectives):
     def _connect(self, group: Group) -> Collectives:
         return Nobody(self.rank, group)
 
-    def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def _all_reduce(self, tensor: Tensor, _: bool) -> Callable[[], Tensor]:
         return lambda: tensor
 
-    def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def _all_gather(self, tensor: Tensor, _: bool) -> Callable[[], Tensor]:
         return lambda: tensor.expand(len(self.group), *tensor.shape)
 
 

@@ -23,12 +23,18 @@ from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.comm.shared_memory import SharedMemoryCollectives
 from surgeon.runtime.model import low_rank
 from surgeon.runtime.model.engine import RankEngine
+from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.model.rank_model import Results
 from surgeon.runtime.model.recorded import RecordedDecode
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.leader import Leader
 from surgeon.runtime.worker.rank import Rank
 from surgeon.runtime.worker.worker import ENGINE, follow
+
+
+def cache_bytes(cache: PagedCache) -> int:
+    """Of keys and values, or of what they are rebuilt of."""
+    return cache.stored.nbytes + sum(slot.nbytes for slot in cache.low_rank.values())
 
 
 def logits_in_chunks(rank: Rank, plan: Plan, chunks: list[Tensor]) -> tuple[Tensor, list[Counts], Counts]:
@@ -62,7 +68,7 @@ def held(rank: Rank, plan: Plan) -> tuple[set[int], int, int]:
     engine = RankEngine(plan, rank.collectives, rank.device)
     layers = {layer for sublayer, *_ in engine.model.sublayers for layer in sublayer.layers}
     cache = engine.new_cache(1)
-    return layers, len(engine.model.attentions()), cache.nbytes // cache.tokens // cache.stored.element_size()
+    return layers, len(engine.model.attentions()), cache_bytes(cache) // cache.tokens // cache.stored.element_size()
 
 
 def chunked_logits(engine: RankEngine, chunks: list[Tensor]) -> Iterator[Tensor]:
@@ -240,7 +246,7 @@ def continued(engine: RankEngine, prompts: Tensor, new_tokens: int) -> Continued
         start += newest.shape[1]
         newest = prompts[:, start:] if start < length else logits.argmax(-1, keepdim=True)
         found.append(logits.clone())
-    numbers = cache.nbytes / cache.tokens / cache.stored.element_size()
+    numbers = cache_bytes(cache) / cache.tokens / cache.stored.element_size()
     chosen = torch.stack(found[1:])  # the first pass ends inside the prompts
     return Continued(chosen.argmax(-1).T, chosen, numbers, engine.figures.decode.layers)
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import fields, replace
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -27,7 +26,6 @@ from surgeon.runtime.comm.link import Link
 from surgeon.runtime.service import Service
 from surgeon.runtime.service_options import ServiceOptions
 from surgeon.runtime.stream import Stream
-from surgeon.runtime.worker.leader import Progress, Recorded
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.rank import gpu_room
 from surgeon.runtime.worker.ranks import RankFailed
@@ -124,16 +122,6 @@ def test_many_threads(service: Service, prompt: list[int], expected: list[int]) 
     results = [found.get(timeout=PATIENCE) for _ in threads]
     assert all(tokens == expected for tokens, _, _ in results)
     assert len({text for _, text, _ in results}) == 1
-
-
-def test_in_an_event_loop(service: Service, prompt: list[int], expected: list[int]) -> None:
-    async def read_one() -> list[int]:
-        return [token async for event in service.submit(prompt, GREEDY) for token in event.tokens]
-
-    async def read_some() -> list[list[int]]:
-        return await asyncio.gather(*(read_one() for _ in range(4)))
-
-    assert asyncio.run(read_some()) == [expected] * 4
 
 
 def test_listening_late_misses_nothing_and_a_listener_that_fails_harms_nobody(
@@ -401,34 +389,6 @@ def test_logits_that_are_not_finite_fail_their_own_requests_only(
         assert read(service.submit(prompt, GREEDY))[0] == expected
         assert again[2].finish_reason == "length"
         assert settled(service, 7)
-
-
-def test_recordings_are_shown_until_requests_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: SimpleQueue[Any] = SimpleQueue()
-
-    @contextmanager
-    def progress(*what: Any) -> Iterator[Any]:
-        shown.put(what)
-        yield shown.put
-        shown.put("over")
-
-    monkeypatch.setattr(service_module, "progress", progress)
-    service = object.__new__(Service)
-    service._changed, service.failure, service._ready = threading.Condition(threading.RLock()), None, False
-
-    def show() -> None:
-        with service._changed:
-            service._show_recording()
-
-    service._hear(Recorded(1, 3))
-    showing = threading.Thread(target=show)
-    showing.start()
-    assert [shown.get(timeout=PATIENCE) for _ in range(2)] == [("recording passes", 3, "passes"), 1]
-    service._hear(Recorded(3, 3))
-    assert shown.get(timeout=PATIENCE) == 2
-    service._hear(Progress([], (0,) * len(fields(Stats))))
-    assert shown.get(timeout=PATIENCE) == "over"
-    showing.join()
 
 
 def test_ranks_say_what_is_free_on_their_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

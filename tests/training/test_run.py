@@ -175,7 +175,7 @@ def test_held_out_quality_is_that_of_the_whole_model() -> None:
     assert found.tokens == int(answers[:, 1:].sum())
 
 
-@pytest.mark.parametrize("distillation", [Distillation(), Distillation(hidden=0.5, text=0.1)])
+@pytest.mark.parametrize("distillation", [Distillation(), Distillation(kept=20), Distillation(hidden=0.5, text=0.1)])
 def test_distillation_brings_the_original_back(distillation: Distillation, tmp_path: Path) -> None:
     settings = TrainSettings(
         scope="all", distillation=distillation, steps=30, batch=8, learning_rate=5e-3, evaluate_every=30, save_every=30

@@ -66,10 +66,10 @@ class Together(Collectives):
     def _connect(self, group: Group) -> Collectives:
         return Together(0, group)
 
-    def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def _all_reduce(self, tensor: Tensor, _: bool) -> Callable[[], Tensor]:
         return lambda: len(self.group) * tensor
 
-    def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def _all_gather(self, tensor: Tensor, _: bool) -> Callable[[], Tensor]:
         return lambda: torch.stack([tensor] * len(self.group))
 
 

@@ -164,7 +164,13 @@ class PassTimes:
         if tokens not in self._begun:
             self._begun[tokens] = seconds
             return
-        self._average(tokens, seconds)
+        self._counts[tokens] += 1
+        if self._counts[tokens] <= FEWEST:
+            self._first[tokens].append(seconds)
+            self._means[tokens] = median(self._first[tokens])
+        else:
+            mean = self._means[tokens]
+            self._means[tokens] += (min(seconds, LONGEST * mean) - mean) / min(self._counts[tokens], LATEST)
         if tokens not in self._seconds:
             insort(self._sizes, tokens)
             self._seconds[tokens] = seconds
@@ -179,22 +185,9 @@ class PassTimes:
             weight = NEWEST if seconds > before else NEWEST_SHORTER
             self._seconds[tokens] += (min(seconds, LONGEST * before) - before) * weight
 
-    def _average(self, tokens: int, seconds: float) -> None:
-        self._counts[tokens] += 1
-        if self._counts[tokens] <= FEWEST:
-            self._first[tokens].append(seconds)
-            self._means[tokens] = median(self._first[tokens])
-        else:
-            mean = self._means[tokens]
-            self._means[tokens] += (min(seconds, LONGEST * mean) - mean) / min(self._counts[tokens], LATEST)
-
     @property
     def known(self) -> bool:
         return bool(self._sizes)
-
-    def knows(self, tokens: int) -> bool:
-        """Whether a few passes of just this size were measured."""
-        return self._counts[tokens] >= FEWEST
 
     def count(self, tokens: int) -> int:
         """How many passes of just this size were measured."""
@@ -289,7 +282,7 @@ class Ahead:
             self._unasked = 0
         if self._unasked:
             self._unasked -= 1
-        elif self.verifying.knows(len(texts)) and any(most):
+        elif self.verifying.count(len(texts)) >= FEWEST and any(most):
             self._plain = self.verifying.mean(len(texts))
             lacking = [number if number > FEW_MISSED else 0 for number in missed]
             found = self._worth(texts, most, lacking, further)
@@ -359,14 +352,12 @@ class Ahead:
 
     @property
     def _per_missed(self) -> float:
-        """Seconds of each token that the draft has missed."""
         known = self.missed if self.missed.tokens else self.prompts
         if known.tokens:
             return known.seconds / known.tokens
         return self._plain
 
     def _drafting_at_most(self, texts: int) -> float:
-        """What a pass of the draft takes."""
         if self.drafting.known:
             return self.drafting.at_most(texts)
         if self.drafting.first is not None:

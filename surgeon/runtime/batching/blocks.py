@@ -180,11 +180,6 @@ class BlockPool:
         """Blocks that nobody uses."""
         return self._gaps.total + len(self._idle)
 
-    @property
-    def idle(self) -> int:
-        """Of these, the ones that a later sequence may still share."""
-        return len(self._idle)
-
     def blocks_for(self, tokens: int) -> int:
         """How many blocks hold so many tokens of one group."""
         return blocks_for(tokens, self.block_tokens)

@@ -76,11 +76,6 @@ class InFlight(Scheduler):
                 outputs.append(self._finish(sequence, "length"))
         return outputs
 
-    def add_draft(self, sequence: Sequence, token: int) -> None:
-        """Have a drafted token behind all others, which have been sent."""
-        sequence.tokens.append(token)
-        sequence.unverified += 1
-
     def counts(self, sequence: Sequence, row: Row) -> bool:
         """Whether what comes behind a row is the next token of its text: the row ends with the newest certain one.
 

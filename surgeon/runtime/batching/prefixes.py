@@ -22,9 +22,6 @@ class KnownPrefixes:
         self._keys: dict[int, tuple[int, tuple[int, ...]]] = {}  # the same, backwards
         self._holds: dict[int, int] = {}
 
-    def __len__(self) -> int:
-        return len(self._keys)
-
     def find(self, before: int, tokens: tuple[int, ...]) -> int | None:
         """The number of what goes on from a beginning with a block of these tokens; None if it is not known."""
         return self._found.get((before, tokens))

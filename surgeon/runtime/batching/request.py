@@ -121,9 +121,6 @@ def check_length(request: Request, room: int) -> None:
 
     Args:
         room: how many tokens prompt and output may have together.
-
-    Raises:
-        ValueError: if it has more, or an empty prompt.
     """
     prompt = len(request.prompt)
     new = request.sampling.max_new_tokens

@@ -47,24 +47,21 @@ from surgeon.runtime.batching.request import (
     UNDEFINED,
     Choice,
     FinishReason,
-    QueueFull,
     Request,
     Tally,
     TokenLogprob,
-    check_length,
 )
 from surgeon.runtime.batching.sequence import Expectation, LongTexts, ScheduledChunk, Sequence
-from surgeon.runtime.batching.windows import PASS_TOKENS, longest_text
+from surgeon.runtime.batching.windows import PASS_TOKENS
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a scheduler lets in.
+    """What passes have, and texts.
 
     Attributes:
         max_batch: sequences in one pass.
         max_tokens: tokens of one sequence, prompt and output.
-        max_waiting: how many requests may be open beyond `max_batch`.
         pass_tokens: of prompts, in one pass; of texts that are continued, with what is drafted for them, as many more.
         ends: token ids that end a text.
         draft_tokens: how many tokens are drafted at a time for a sequence that is being continued; no more than
@@ -78,7 +75,6 @@ class Limits:
 
     max_batch: int
     max_tokens: int
-    max_waiting: int = 64
     pass_tokens: int = PASS_TOKENS["cpu"]
     ends: tuple[int, ...] = ()
     draft_tokens: int = 0
@@ -87,12 +83,6 @@ class Limits:
     as_pays: bool = False
     looked_up: bool = False
     stretches: int = 1
-
-    def __post_init__(self) -> None:
-        at_least = {"max_batch": 1, "max_tokens": 2, "max_waiting": 0, "pass_tokens": self.max_batch, "draft_tokens": 0}
-        for name, least in at_least.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
 
 
 Ending = FinishReason | Literal["undefined"]  # the latter: the model's logits are not finite
@@ -130,7 +120,6 @@ class Scheduler:
         catches_up: whether drafts have keys of their own.
         waiting: in the order in which they will be let in.
         running: in the order in which they were let in.
-        longest: how many tokens a request may have, prompt and output.
         expected: how long texts become.
         ahead: how many drafts pay; None where there are always as many.
     """
@@ -142,7 +131,6 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.tally = Tally()
-        self.longest = longest_text(pool.blocks, pool.windows, limits.max_tokens, pool.block_tokens)
         self.expected = Expectation(limits.expected_share)
         self.ahead = Ahead() if limits.as_pays and limits.draft_tokens else None
         self._refused_at = -1  # the pool's releases when the first in the queue did not fit
@@ -152,16 +140,7 @@ class Scheduler:
         return not self.running and not self.waiting
 
     def submit(self, request: Request) -> None:
-        """Put a request at the end of the queue.
-
-        Raises:
-            QueueFull: if too many are open.
-            ValueError: if it is longer than a sequence or the cache may be.
-        """
-        limits = self.limits
-        if len(self.waiting) + len(self.running) >= limits.max_batch + limits.max_waiting:
-            raise QueueFull(f"{limits.max_batch + limits.max_waiting} requests are open already; try again later")
-        check_length(request, self.longest)
+        """Put a request at the end of the queue, of which the cache has to have room for all tokens."""
         self.waiting.append(Sequence.of(request))
 
     def cancel(self, request: int) -> Output | None:
@@ -426,7 +405,6 @@ class Scheduler:
         choice: tuple[int | None, TokenLogprob | None] = NOTHING,
         prompt: tuple[TokenLogprob, ...] = (),
     ) -> Output:
-        """End a request, whether it runs or waits."""
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         self.pool.close(sequence.blocks)
         if sequence.admitted is not None:

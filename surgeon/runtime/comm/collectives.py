@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,12 @@ class Collectives(ABC):
     Attributes:
         rank: this rank.
         group: the ranks of the group, this one among them.
+        capturable: whether a CUDA graph can hold them: they wait on the device only, never in this process.
+        recordable: whether sums can be part of a recording (kernels/recording.py), which knows no other waiting.
     """
+
+    capturable = False
+    recordable = False
 
     def __init__(self, rank: int, group: Group) -> None:
         self.rank = rank
@@ -76,9 +82,7 @@ class Collectives(ABC):
             return lambda: tensor
         counts.all_reduces += 1
         counts.bytes += tensor.nbytes
-        if at_once:
-            return self._sum(tensor)
-        return self._all_reduce(tensor)
+        return self._all_reduce(tensor, at_once)
 
     def all_gather(self, tensor: Tensor, counts: Counts) -> Tensor:
         """The group's tensors, all of one shape, joined along a new first dimension in the order of the ranks."""
@@ -90,24 +94,12 @@ class Collectives(ABC):
             return lambda: tensor[None]
         counts.all_gathers += 1
         counts.bytes += tensor.nbytes
-        if at_once:
-            return self._gather(tensor)
-        return self._all_gather(tensor)
+        return self._all_gather(tensor, at_once)
 
     @property
     def exact(self) -> Collectives:
         """The same ranks, but nothing that is sent loses precision."""
         return self
-
-    @property
-    def capturable(self) -> bool:
-        """Whether a CUDA graph can hold these collectives: they wait on the device only, never in this process."""
-        return False
-
-    @property
-    def recordable(self) -> bool:
-        """Whether sums can be part of a recording (kernels/recording.py), which knows nothing of other waiting."""
-        return False
 
     def recorded(self, recording: Recording) -> Collectives:  # noqa: ARG002 - nothing that is sent need be noted
         """The same ranks while a pass is recorded."""
@@ -128,22 +120,14 @@ class Collectives(ABC):
             self._subgroups[group] = self._connect(group)
         return self._subgroups[group]
 
-    def _sum(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """A sum that is waited for at once."""
-        return self._all_reduce(tensor)
-
-    def _gather(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Tensors that are waited for at once."""
-        return self._all_gather(tensor)
-
     @abstractmethod
     def _connect(self, group: Group) -> Collectives: ...
 
     @abstractmethod
-    def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]: ...
+    def _all_reduce(self, tensor: Tensor, at_once: bool) -> Callable[[], Tensor]: ...
 
     @abstractmethod
-    def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]: ...
+    def _all_gather(self, tensor: Tensor, at_once: bool) -> Callable[[], Tensor]: ...
 
 
 class Around(Collectives):
@@ -156,6 +140,8 @@ class Around(Collectives):
     def __init__(self, inner: Collectives) -> None:
         super().__init__(inner.rank, inner.group)
         self.inner = inner
+        self.capturable = inner.capturable
+        self.recordable = inner.recordable
 
     @abstractmethod
     def around(self, inner: Collectives) -> Collectives:
@@ -168,14 +154,6 @@ class Around(Collectives):
             return self
         return self.around(exact)
 
-    @property
-    def capturable(self) -> bool:
-        return self.inner.capturable
-
-    @property
-    def recordable(self) -> bool:
-        return self.inner.recordable
-
     def recorded(self, recording: Recording) -> Collectives:
         return self.around(self.inner.recorded(recording))
 
@@ -185,14 +163,11 @@ class Around(Collectives):
     def _connect(self, group: Group) -> Collectives:
         return self.around(self.inner.subgroup(group))
 
-    def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
-        return self.inner._all_reduce(tensor)
+    def _all_reduce(self, tensor: Tensor, at_once: bool) -> Callable[[], Tensor]:
+        return self.inner._all_reduce(tensor, at_once)
 
-    def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
-        return self.inner._all_gather(tensor)
-
-    def _gather(self, tensor: Tensor) -> Callable[[], Tensor]:
-        return self.inner._gather(tensor)
+    def _all_gather(self, tensor: Tensor, at_once: bool) -> Callable[[], Tensor]:
+        return self.inner._all_gather(tensor, at_once)
 
 
 class Unconnected(Collectives):
@@ -202,29 +177,24 @@ class Unconnected(Collectives):
     table 2).
     """
 
-    @property
-    def capturable(self) -> bool:
-        return True
-
-    @property
-    def recordable(self) -> bool:
-        return True
+    capturable = True
+    recordable = True
 
     def all_reduce(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:  # noqa: ARG002
         """This rank's own tensor; nothing is sent."""
-        return self._all_reduce(tensor)
+        return self._all_reduce(tensor, at_once)
 
     def start_all_gather(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:  # noqa: ARG002
         """This rank's own tensor, once for each rank."""
-        return self._all_gather(tensor)
+        return self._all_gather(tensor, at_once)
 
     def _connect(self, group: Group) -> Collectives:
         return Unconnected(self.rank, group)
 
-    def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def _all_reduce(self, tensor: Tensor, _: bool) -> Callable[[], Tensor]:
         return lambda: tensor
 
-    def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def _all_gather(self, tensor: Tensor, _: bool) -> Callable[[], Tensor]:
         return lambda: tensor.expand(len(self.group), *tensor.shape)
 
 
@@ -246,6 +216,7 @@ class TorchCollectives(Collectives):
         super().__init__(rank, group)
         self.process_group = process_group  # None is all ranks
         self.device = device
+        self.capturable = device is not None
 
     @classmethod
     def connect(
@@ -263,42 +234,26 @@ class TorchCollectives(Collectives):
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=TIMEOUT, **bound)
         return cls(rank, tuple(range(ranks)), device=bound.get("device_id"))
 
-    @property
-    def capturable(self) -> bool:
-        return bool(dist.get_backend(self.process_group) == "nccl")
-
     def _connect(self, group: Group) -> Collectives:
         made = dist.new_group(list(group), **group_options(self.device))
         return TorchCollectives(self.rank, group, made, self.device)
 
-    def _sum(self, tensor: Tensor) -> Callable[[], Tensor]:
-        dist.all_reduce(tensor, group=self.process_group)
-        return lambda: tensor
+    def _all_reduce(self, tensor: Tensor, at_once: bool) -> Callable[[], Tensor]:
+        work: Any = dist.all_reduce(tensor, group=self.process_group, async_op=not at_once)
+        return partial(_after, work, tensor)
 
-    def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
-        work: Any = dist.all_reduce(tensor, group=self.process_group, async_op=True)
-
-        def wait() -> Tensor:
-            work.wait()
-            return tensor
-
-        return wait
-
-    def _gather(self, tensor: Tensor) -> Callable[[], Tensor]:
-        gathered = tensor.new_empty(len(self.group), *tensor.shape)
-        dist.all_gather_into_tensor(gathered.view(-1), tensor.reshape(-1), group=self.process_group)
-        return lambda: gathered
-
-    def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def _all_gather(self, tensor: Tensor, at_once: bool) -> Callable[[], Tensor]:
         gathered = tensor.new_empty(len(self.group), *tensor.shape)
         own = tensor.reshape(-1)
-        work: Any = dist.all_gather_into_tensor(gathered.view(-1), own, group=self.process_group, async_op=True)
+        work: Any = dist.all_gather_into_tensor(gathered.view(-1), own, group=self.process_group, async_op=not at_once)
+        return partial(_after, work, gathered)
 
-        def wait() -> Tensor:
-            work.wait()
-            return gathered
 
-        return wait
+def _after(work: Any, result: Tensor) -> Tensor:
+    """The result, when the work is done, if it was not waited for at once."""
+    if work is not None:
+        work.wait()
+    return result
 
 
 def group_options(device: torch.device | None) -> dict[str, Any]:

@@ -49,11 +49,7 @@ class Link:
 
 
 def parse_link(delay: str | None, bandwidth: str | None) -> Link | None:
-    """The link that a user describes, such as "1ms" and "1GB" (per second; "1GB/s" will do, too); None if by nothing.
-
-    Raises:
-        ValueError: if either cannot be read.
-    """
+    """The link that a user describes, such as "1ms" and "1GB" (or "1GB/s"); None if by nothing."""
     if delay is None and bandwidth is None:
         return None
     seconds = 0.0 if delay is None else parse_seconds(delay)
@@ -61,11 +57,7 @@ def parse_link(delay: str | None, bandwidth: str | None) -> Link | None:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds in a duration such as 1ms, 200us or 0.5s.
-
-    Raises:
-        ValueError: if it is none.
-    """
+    """Seconds in a duration such as 1ms, 200us or 0.5s."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|ms|us)\s*", text)
     if match is None:
         raise ValueError(f"{text!r} is no delay; write e.g. 1ms, 200us or 0.5s")
@@ -108,9 +100,6 @@ class EmulatedLink(Around):
     a ring: for two ranks, its bytes. It waits in Python.
     """
 
-    capturable = False
-    recordable = False
-
     def __init__(
         self, inner: Collectives, link: Link, clock: SystemClock | None = None, line: Line | None = None
     ) -> None:
@@ -120,21 +109,21 @@ class EmulatedLink(Around):
             line: that another group of the same rank sends through too; by default one of its own.
         """
         super().__init__(inner)
+        self.capturable = False
+        self.recordable = False
         self.line = line or Line(link, clock or SystemClock())
 
     def around(self, inner: Collectives) -> Collectives:
         return EmulatedLink(inner, self.line.link, line=self.line)
 
-    def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def _all_reduce(self, tensor: Tensor, _: bool) -> Callable[[], Tensor]:
         others = len(self.group) - 1
         end = self.line.send(2 * others / len(self.group) * tensor.nbytes)
-        return self._ending_at(end, self.inner._all_reduce(tensor))
+        return self._ending_at(end, self.inner._all_reduce(tensor, False))
 
-    def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def _all_gather(self, tensor: Tensor, _: bool) -> Callable[[], Tensor]:
         end = self.line.send((len(self.group) - 1) * tensor.nbytes)
-        return self._ending_at(end, self.inner._all_gather(tensor))
-
-    _gather = _all_gather
+        return self._ending_at(end, self.inner._all_gather(tensor, False))
 
     def _ending_at(self, end: float, wait: Callable[[], Tensor]) -> Callable[[], Tensor]:
         def wait_longer() -> Tensor:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import pickle
 import select
-import struct
 import threading
 import time
 from collections.abc import Sequence
@@ -28,41 +27,29 @@ from torch import Tensor
 from surgeon.runtime.comm.link import Line, Link, SystemClock
 
 SPIN_SECONDS = 0.002
-_LENGTH = struct.Struct("<I")
-_READ_BYTES = 1 << 16  # what a pipe holds on Linux
 
 
 class Sender:
     """Rank 0's end."""
 
     def __init__(self, descriptors: Sequence[int]) -> None:
-        self._descriptors = tuple(descriptors)
+        self._connections = [Connection(descriptor, readable=False) for descriptor in descriptors]
 
     def send(self, message: Any) -> None:
-        """Send a message to every other rank.
-
-        Raises:
-            BrokenPipeError: if one of them has ended.
-        """
-        if not self._descriptors:
-            return
-        body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-        data = _LENGTH.pack(len(body)) + body
-        for descriptor in self._descriptors:
-            left = memoryview(data)
-            while left:
-                left = left[os.write(descriptor, left) :]
+        """Send a message to every other rank."""
+        if self._connections:
+            data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+            for connection in self._connections:
+                connection.send_bytes(data)
 
 
 class Receiver:
     """The end of one of the other ranks."""
 
     def __init__(self, descriptor: int) -> None:
-        os.set_blocking(descriptor, False)
-        self._descriptor = descriptor
+        self._connection = Connection(descriptor, writable=False)
         self._poll = select.poll()
         self._poll.register(descriptor, select.POLLIN)
-        self._buffer = bytearray()
 
     def receive(self) -> Any:
         """The next message.
@@ -70,24 +57,13 @@ class Receiver:
         Raises:
             ConnectionError: if rank 0 has ended.
         """
-        while len(self._buffer) < _LENGTH.size:
-            self._read()
-        (length,) = _LENGTH.unpack_from(self._buffer)
-        end = _LENGTH.size + length
-        while len(self._buffer) < end:
-            self._read()
-        message = pickle.loads(memoryview(self._buffer)[_LENGTH.size : end])
-        del self._buffer[:end]
-        return message
-
-    def _read(self) -> None:
         spins_end = time.monotonic() + SPIN_SECONDS
         while not self._poll.poll(0 if time.monotonic() < spins_end else None):
             os.sched_yield()
-        data = os.read(self._descriptor, _READ_BYTES)
-        if not data:
-            raise ConnectionError("rank 0 has closed its connection")
-        self._buffer += data
+        try:
+            return pickle.loads(self._connection.recv_bytes())
+        except EOFError:
+            raise ConnectionError("rank 0 has closed its connection") from None
 
 
 class Ring:
@@ -122,11 +98,7 @@ class Ring:
         self._onward.send_bytes(pickle.dumps((message, due, kind, numbers), protocol=pickle.HIGHEST_PROTOCOL))
 
     def receive(self) -> tuple[Any, Tensor]:
-        """Wait for the next message and the stream that comes with it, which may be of no tokens.
-
-        Raises:
-            ConnectionError: if the rank before has ended.
-        """
+        """Wait for the next message and the stream that comes with it, which may be of no tokens."""
         arrived = self._arrived.get()
         if arrived is None:
             raise ConnectionError("the rank before this one has closed its connection")

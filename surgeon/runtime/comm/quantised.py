@@ -61,7 +61,6 @@ class Packing:
 
     @property
     def _wide(self) -> torch.dtype:
-        """What is computed in."""
         return torch.promote_types(self.dtype, torch.float32)
 
     def _parts(self) -> list[tuple[int, torch.dtype]]:
@@ -127,10 +126,9 @@ class Compressed(Around):
     A reduction is counted as what it is on the wire: an all-gather of the packed bytes.
     """
 
-    recordable = False
-
     def __init__(self, inner: Collectives, kind: Compression) -> None:
         super().__init__(inner)
+        self.recordable = False
         self.kind: Compression = kind
 
     def around(self, inner: Collectives) -> Collectives:
@@ -148,5 +146,5 @@ class Compressed(Around):
         wait = self.inner.start_all_gather(packing.pack(tensor), counts, at_once)
         return lambda: packing.unpack(wait()).sum(0).to(packing.dtype).view(packing.shape)
 
-    def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
-        return self.all_reduce(tensor, Counts())
+    def _all_reduce(self, tensor: Tensor, at_once: bool) -> Callable[[], Tensor]:
+        return self.all_reduce(tensor, Counts(), at_once)

@@ -84,6 +84,8 @@ class SharedMemoryCollectives(Collectives):
     the last one it has read there, and room for one tensor.
     """
 
+    recordable = True
+
     def __init__(
         self, rank: int, group: Group, descriptor: int, ranks: int, region: int = 0, crowded: bool | None = None
     ) -> None:
@@ -108,7 +110,7 @@ class SharedMemoryCollectives(Collectives):
         room = SLOTS * ranks * SLOT_BYTES
         self.room = torch.frombuffer(self.memory, dtype=torch.uint8, offset=size - room, count=room)
         self.exchanges = self._exchanges(size - room)
-        self.in_flight: list[_Exchange | None] = [None] * SLOTS
+        self.in_flight: list[Callable[[], Tensor] | None] = [None] * SLOTS
         self.views: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
 
     def _exchanges(self, flags: int) -> Exchanges:
@@ -129,41 +131,47 @@ class SharedMemoryCollectives(Collectives):
         self.regions_used = self.regions_used + 1
         return SharedMemoryCollectives(self.rank, group, self.descriptor, self.ranks, region, self.crowded)
 
-    @property
-    def recordable(self) -> bool:
-        return True
-
     def recorded(self, recording: Recording) -> Collectives:
         return RecordedExchanges(self, recording)
 
-    def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
-        exchanges = [self._start(piece, _add) for piece in _pieces(tensor)]
-        return lambda: _joined(exchanges, 0).view(tensor.shape)
+    def _all_reduce(self, tensor: Tensor, _: bool = False) -> Callable[[], Tensor]:
+        results = [self._start(piece, _add) for piece in _pieces(tensor)]
+        return lambda: _joined(results, 0).view(tensor.shape)
 
-    def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def _all_gather(self, tensor: Tensor, _: bool = False) -> Callable[[], Tensor]:
         shape = len(self.group), *tensor.shape
-        exchanges = [self._start(piece, torch.stack) for piece in _pieces(tensor)]
-        return lambda: _joined(exchanges, 1).view(shape)
+        results = [self._start(piece, torch.stack) for piece in _pieces(tensor)]
+        return lambda: _joined(results, 1).view(shape)
 
-    def _start(self, tensor: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> _Exchange:
-        """Write this rank's part, which is flat."""
+    def _start(self, tensor: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> Callable[[], Tensor]:
+        """Write this rank's part, which is flat; returns what waits until all have, and combines the parts."""
         number = self.exchanges.started
         self.exchanges.started = number + 1
         slot = number % SLOTS
         before = self.in_flight[slot]
         if before is not None:  # nobody has asked for its result yet, and others may be waiting for it to be read
-            before.result()
+            before()
         self._wait_until_all(self._flag(slot, 0, read=True), number - SLOTS + 1)
         views = self._views(slot, tensor)
         views[self.member].copy_(tensor)
         fence()
         self.words[self._flag(slot, self.member)] = number + 1
-        exchange = _Exchange(self, number, views, combine)
-        self.in_flight[slot] = exchange
-        return exchange
+        combined: list[Tensor] = []
+
+        def result() -> Tensor:
+            if not combined:
+                self._wait_until_all(self._flag(slot, 0), number + 1)
+                fence()
+                combined.append(combine(views))
+                fence()
+                self.words[self._flag(slot, self.member, read=True)] = number + 1
+                self.in_flight[slot] = None
+            return combined[0]
+
+        self.in_flight[slot] = result
+        return result
 
     def _views(self, slot: int, tensor: Tensor) -> list[Tensor]:
-        """Where each rank's part lies in a slot."""
         key = slot, tensor.numel(), tensor.dtype
         if key not in self.views:
             rooms = self.room.view(SLOTS, self.ranks, SLOT_BYTES)[slot, : len(self.group), : tensor.nbytes]
@@ -202,36 +210,6 @@ class SharedMemoryCollectives(Collectives):
         return TimeoutError(f"rank {self.rank} has waited {waited:.0f} s for rank {self.group[member]}, in vain")
 
 
-class _Exchange:
-    """Something in flight; asking twice for its result gives the same one."""
-
-    def __init__(
-        self,
-        owner: SharedMemoryCollectives,
-        number: int,
-        views: list[Tensor],
-        combine: Callable[[list[Tensor]], Tensor],
-    ) -> None:
-        self.owner = owner
-        self.number = number
-        self.views = views
-        self.combine = combine
-        self.combined: Tensor | None = None
-
-    def result(self) -> Tensor:
-        """Wait until every rank has written, then combine what they wrote, flat."""
-        if self.combined is None:
-            owner = self.owner
-            slot = self.number % SLOTS
-            owner._wait_until_all(owner._flag(slot, 0), self.number + 1)
-            fence()
-            self.combined = self.combine(self.views)
-            fence()
-            owner.words[owner._flag(slot, owner.member, read=True)] = self.number + 1
-            owner.in_flight[slot] = None
-        return self.combined
-
-
 class RecordedExchanges(Collectives):
     """A group's collectives while a pass is recorded (kernels/recording.py); what they send is sent, and noted.
 
@@ -246,11 +224,11 @@ class RecordedExchanges(Collectives):
     def _connect(self, group: Group) -> Collectives:
         raise AssertionError(f"groups such as {group} are connected before anything is recorded")
 
-    def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def _all_gather(self, tensor: Tensor, _: bool) -> Callable[[], Tensor]:
         shape = (len(self.group), *tensor.shape)
         return self._exchanged(tensor, self._collectives._all_gather, "finish_gather", shape)
 
-    def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def _all_reduce(self, tensor: Tensor, _: bool) -> Callable[[], Tensor]:
         return self._exchanged(tensor, self._collectives._all_reduce, "finish_sum", tensor.shape)
 
     def _exchanged(
@@ -299,7 +277,6 @@ def _add(parts: list[Tensor]) -> Tensor:
 
 
 def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
-    """What goes through a slot each, flat."""
     flat = tensor.reshape(-1)
     if flat.nbytes <= SLOT_BYTES:
         return (flat,)
@@ -307,9 +284,9 @@ def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
     return pieces
 
 
-def _joined(exchanges: Sequence[_Exchange], dim: int) -> Tensor:
+def _joined(waits: Sequence[Callable[[], Tensor]], dim: int) -> Tensor:
     """The results of a tensor's pieces, one after the other."""
-    results = [exchange.result() for exchange in exchanges]
+    results = [wait() for wait in waits]
     if len(results) == 1:
         return results[0]
     return torch.cat(results, dim)

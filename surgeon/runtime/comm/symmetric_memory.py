@@ -30,11 +30,6 @@ DTYPES = torch.float32, torch.bfloat16  # of which these operations take operand
 Operation = Callable[[Tensor, str, Tensor], object]  # of an operand in that memory, the group's name, and the result
 
 
-def _multimem(operand: Tensor, group: str, result: Tensor) -> None:
-    torch.ops.symm_mem.multimem_all_reduce_(operand, "sum", group)
-    result.copy_(operand)
-
-
 OPERATIONS: dict[str, Operation] = {
     "one shot": lambda operand, group, result: torch.ops.symm_mem.one_shot_all_reduce_out(
         operand, "sum", group, result
@@ -42,7 +37,9 @@ OPERATIONS: dict[str, Operation] = {
     "two shots": lambda operand, group, result: torch.ops.symm_mem.two_shot_all_reduce_out(
         operand, "sum", group, result
     ),
-    "multimem": _multimem,
+    "multimem": lambda operand, group, result: result.copy_(
+        torch.ops.symm_mem.multimem_all_reduce_(operand, "sum", group)
+    ),
 }
 
 
@@ -141,17 +138,13 @@ class BySize(Around):
             return way
         return None
 
-    def _sum(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def _all_reduce(self, tensor: Tensor, at_once: bool) -> Callable[[], Tensor]:
         way = self._way(tensor)
         if way is None:
-            return self.inner._sum(tensor)
-        way(tensor, False)
-        return lambda: tensor
-
-    def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
-        way = self._way(tensor)
-        if way is None:
-            return self.inner._all_reduce(tensor)
+            return self.inner._all_reduce(tensor, at_once)
+        if at_once:
+            way(tensor, False)
+            return lambda: tensor
         join = self._side.start(lambda: way(tensor, True))
 
         def wait() -> Tensor:
@@ -256,7 +249,7 @@ def _seconds(way: SymmetricSum | None, inner: TorchCollectives, size: int, devic
     for _ in range(WARM_UPS + ROUNDS):
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         began.record()
-        inner._sum(operand) if way is None else way(operand, False)
+        inner._all_reduce(operand, True) if way is None else way(operand, False)
         ended.record()
         ended.synchronize()
         taken.append(began.elapsed_time(ended) / 1e3)

@@ -82,7 +82,6 @@ def _loaded(compiler: str) -> CDLL:
 
 
 def _identity(compiler: str) -> str:
-    """A hash of all that the library depends on."""
     found = hashlib.sha256()
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         found.update(source.name.encode() + source.read_bytes())

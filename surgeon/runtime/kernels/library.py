@@ -16,35 +16,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-POINTER = c_void_p
-SIZE = c_int64
-NUMBER = c_float
-RECORDABLE: dict[str, list[Any]] = {
-    "product": [POINTER, SIZE, SIZE, POINTER, POINTER, SIZE, SIZE, POINTER],
-    "rms_norm": [POINTER, POINTER, NUMBER, SIZE, SIZE, POINTER],
-    "place": [POINTER, SIZE, SIZE, SIZE, SIZE, POINTER, NUMBER, POINTER, POINTER, SIZE, POINTER, SIZE],
-    "mean_squares": [POINTER] + [SIZE] * 4 + [POINTER],
-    "gated_silu": [POINTER, SIZE, SIZE, POINTER],
-    "gated_tanh_gelu": [POINTER, SIZE, SIZE, POINTER],
-    "route": [POINTER, SIZE, SIZE, POINTER] + [SIZE] * 3 + [NUMBER] + [SIZE] * 3 + [POINTER, POINTER],
-    "mixture": [POINTER, SIZE, SIZE, POINTER, POINTER] + [SIZE] * 3 + [POINTER] + [SIZE] * 3 + [NUMBER] * 2 + [POINTER],
-    "keep": [POINTER, SIZE, SIZE, SIZE, SIZE, POINTER, POINTER, SIZE],
-    "attend": [POINTER] + [SIZE] * 5 + [POINTER, SIZE, POINTER, POINTER] + [NUMBER] * 2 + [POINTER] * 2,
-    "add": [POINTER, POINTER, SIZE, POINTER],
-    "scale": [POINTER, NUMBER, SIZE, POINTER],
-    "copy_rows": [POINTER, SIZE, SIZE, SIZE, POINTER, SIZE],
-    "softcap": [POINTER, NUMBER, SIZE, SIZE],
-    "take_rows": [POINTER, SIZE, SIZE, SIZE, POINTER, SIZE, POINTER],
-    "take_packed_rows": [POINTER, SIZE, SIZE, SIZE, POINTER, SIZE, POINTER],
-    "start_exchange": [POINTER, POINTER, SIZE],
-    "finish_sum": [POINTER, SIZE, SIZE, POINTER],
-    "finish_gather": [POINTER, SIZE, SIZE, POINTER],
+KINDS = {"p": c_void_p, "n": c_int64, "f": c_float}
+# What functions take, in order: pointers, numbers, floats.
+RECORDABLE = {
+    "product": "pnnppnnp",
+    "rms_norm": "ppfnnp",
+    "place": "pnnnnpfppnpn",
+    "mean_squares": "pnnnnp",
+    "gated_silu": "pnnp",
+    "gated_tanh_gelu": "pnnp",
+    "route": "pnnpnnnfnnnpp",
+    "mixture": "pnnppnnnpnnnffp",
+    "keep": "pnnnnppn",
+    "attend": "pnnnnnpnppffpp",
+    "add": "ppnp",
+    "scale": "pfnp",
+    "copy_rows": "pnnnpn",
+    "softcap": "pfnn",
+    "take_rows": "pnnnpnp",
+    "take_packed_rows": "pnnnpnp",
+    "start_exchange": "ppn",
+    "finish_sum": "pnnp",
+    "finish_gather": "pnnp",
 }
-OTHERS: dict[str, list[Any]] = {
-    "set_threads": [SIZE],
-    "attend_text": [POINTER] + [SIZE] * 5 + [POINTER, SIZE, POINTER] + [SIZE] * 4 + [NUMBER] * 2 + [POINTER] * 2,
-    "highest": [POINTER, SIZE, SIZE, POINTER, POINTER],
-    "replay": [POINTER, SIZE, POINTER],
+OTHERS = {
+    "set_threads": "n",
+    "attend_text": "pnnnnnpnpnnnnffpp",
+    "highest": "pnnpp",
+    "replay": "pnp",
 }
 ARGUMENTS = 16  # that a line of a table has room for, as in replay.h
 
@@ -70,7 +69,7 @@ class Library:
     def __init__(self, library: CDLL) -> None:
         self._functions = {name: getattr(library, name) for name in RECORDABLE | OTHERS}
         for name, arguments in (RECORDABLE | OTHERS).items():
-            self._functions[name].argtypes = arguments
+            self._functions[name].argtypes = [KINDS[kind] for kind in arguments]
             self._functions[name].restype = None
         self._recorded = {name: cast(getattr(library, f"recorded_{name}"), c_void_p).value or 0 for name in RECORDABLE}
 
@@ -88,9 +87,8 @@ class Library:
         return torch.tensor(lines, dtype=torch.int64).view(-1, 1 + ARGUMENTS)
 
 
-def _word(kind: Any, argument: Any) -> int:
-    """An argument as a number of 8 bytes."""
-    if kind is NUMBER:
+def _word(kind: str, argument: Any) -> int:
+    if kind == "f":
         return int.from_bytes(struct.pack("<f", argument), "little")
     if argument is None:
         return 0

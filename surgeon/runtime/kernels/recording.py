@@ -35,10 +35,6 @@ class Arena:
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []
 
-    @property
-    def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers)
-
     def empty(self, shape: Sequence[int]) -> Tensor:
         """Room for float32 numbers of this shape, free again when nobody has the tensor or a view of it."""
         count = math.prod(shape)

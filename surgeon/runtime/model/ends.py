@@ -20,7 +20,7 @@ from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.kernels.triton.functions import triton_kernels_for
 from surgeon.runtime.model.attending import softcap
 from surgeon.runtime.model.layers import Norm, plain_norm, torch_dtype
-from surgeon.runtime.model.products import OnGpu, Panels, Product, Transposed, laid_out
+from surgeon.runtime.model.products import Panels, Product, Transposed, laid_out
 from surgeon.runtime.plan.specification import Plan
 
 Index = slice | Tensor  # which of some places, in order
@@ -75,15 +75,10 @@ class Ends:
 
 
 class Rows:
-    """Rows of an embedding, (rows, hidden).
+    """Rows of an embedding, (rows, hidden)."""
 
-    Args:
-        whole: whether these are all that it has.
-    """
-
-    def __init__(self, weight: Tensor, whole: bool) -> None:
+    def __init__(self, weight: Tensor) -> None:
         self.weight = weight
-        self.whole = whole
         self._kernels = kernels_for(weight)
 
     def rows(self, numbers: Tensor, first: int) -> Tensor:
@@ -95,8 +90,6 @@ class Rows:
         """
         if self._kernels is not None:
             return self._kernels.rows(self.weight, numbers, first)
-        if self.whole:
-            return F.embedding(numbers, self.weight)
         return embedded_among(numbers, self.weight, first)
 
 
@@ -113,13 +106,6 @@ def embedded_among(tokens: Tensor, rows: Tensor, first: int) -> Tensor:
     own = tokens - first
     outside = (own < 0) | (own >= len(rows))
     return F.embedding(own.masked_fill(outside, 0), rows).masked_fill(outside[..., None], 0)
-
-
-def _seen_as_head(embedding: Tensor) -> Product:
-    """The product with an embedding's own memory, (rows, hidden)."""
-    if embedding.device.type != "cpu":
-        return OnGpu(embedding)
-    return Transposed(embedding.t())
 
 
 class Vocabulary:
@@ -154,8 +140,8 @@ class Vocabulary:
             bounds = self.first, self.first
         embedding = read(source, plan, device, f"{family.embedding}.weight", bounds)
         self.like = embedding.new_empty(0)  # no view, which would keep an embedding that has been packed
-        self.embedding: Rows | Panels = Rows(embedding, whole=plan.ranks == 1)
-        self.head: Product = _seen_as_head(embedding)
+        self.embedding: Rows | Panels = Rows(embedding)
+        self.head: Product = Transposed(embedding.t())
         if not plan.tied:
             self.head = laid_out(read(source, plan, device, f"{family.head}.weight", bounds))
         elif kernels_for(embedding) is not None:
@@ -181,8 +167,10 @@ class Vocabulary:
         own = source.names.own(head) in source.store
         if own:
             other.head = laid_out(read(source, plan, device, head, bounds))
+        elif isinstance(self.embedding, Panels):
+            other.head = self.embedding
         else:
-            other.head = self.embedding if isinstance(self.embedding, Panels) else _seen_as_head(self.embedding.weight)
+            other.head = Transposed(self.embedding.weight.t())
         other._bias = read(source, plan, device, bias, bounds) if bias in source else None
         return other
 
@@ -272,5 +260,4 @@ def score(
 
 
 def _side_by_side(gathered: Tensor) -> Tensor:
-    """(ranks, tokens, numbers) as (tokens, numbers of all ranks)."""
     return gathered.movedim(0, 1).flatten(1)

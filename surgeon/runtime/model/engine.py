@@ -58,11 +58,7 @@ class RankEngine:
     def __init__(
         self, plan: Plan, collectives: Collectives, device: torch.device, beside: Iterable[RankEngine] = ()
     ) -> None:
-        """Load the model, weights that this rank has already (`beside`) but once.
-
-        Raises:
-            ValueError: if the plan's decoding is impossible on this device or with these collectives.
-        """
+        """Load the model, weights that this rank has already (`beside`) but once."""
         check_decoding(plan, collectives, device)
         self.model: RankModel = RankModel(plan, collectives, device, [other.model for other in beside])
         self.plan = self.model.plan
@@ -180,7 +176,6 @@ class RankEngine:
 
     @contextmanager
     def _counted(self, phase: Phase, rows: Sequence[Row]) -> Iterator[None]:
-        """Add what a pass costs to a phase."""
         began = self._since or time.perf_counter()
         begun = self.model.passes
         self.model.counts = phase
@@ -210,11 +205,7 @@ class RankEngine:
 
 
 def check_decoding(plan: Plan, collectives: Collectives, device: torch.device) -> None:
-    """Refuse to capture passes that cannot be captured, and GPUs that kernels are not for, before anything is loaded.
-
-    Raises:
-        ValueError: saying why, and what to choose.
-    """
+    """Refuse to capture passes that cannot be captured, and GPUs that kernels are not for."""
     if plan.decoding == "captured" and device.type != "cuda":
         raise ValueError("decoding can be captured on GPUs only; choose static, dynamic or auto decoding on a CPU")
     if plan.decoding == "captured" and not collectives.capturable:

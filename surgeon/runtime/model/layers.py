@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +18,8 @@ from surgeon.models.weights import Tensors
 from surgeon.runtime.kernels.functions import Kernels, Weighting, Window, kernels_for
 from surgeon.runtime.kernels.triton.functions import Placing, triton_kernels_for
 from surgeon.runtime.model.attending import Pass
-from surgeon.runtime.model.linear import LinearMap, count_outputs, second_factor
+from surgeon.runtime.model.latent import LatentMaps
+from surgeon.runtime.model.linear import count_outputs, second_factor
 from surgeon.runtime.model.low_rank import Maps, Sharing
 from surgeon.runtime.model.rotary import AllAngles, mean_squares, place_
 from surgeon.runtime.plan.specification import Plan
@@ -81,12 +81,9 @@ class Norm:
         self.epsilon = plan.epsilon
         self.rms = plan.family.norm_kind == "rms"
         self.kernels = plan_kernels(plan, self.gain) if self.rms else None
+        self.by_kernels = self.kernels is not None
         self._triton = triton_kernels_for(self.gain)
         self._ahead: tuple[Tensor, Tensor] | None = None  # a sum, and its norm
-
-    @property
-    def by_kernels(self) -> bool:
-        return self.kernels is not None
 
     def added(self, stream: Tensor, output: Tensor) -> Tensor:
         """The sum of a stream and what is added to it, (T, h) each.
@@ -141,22 +138,6 @@ def norm_before(tensors: Tensors, plan: Plan) -> Norm | Unnormed:
     return Unnormed()
 
 
-class AttentionMaps(Protocol):
-    """The linear maps of an attention's slice.
-
-    Attributes:
-        later: the roles whose second factors they leave out.
-    """
-
-    later: frozenset[str]
-
-    def reading(self, roles: list[str], /) -> LinearMap:
-        """The projections with these roles, of the normed stream: (T, h) to (T, all out_features)."""
-
-    def writing(self, role: str, /) -> LinearMap:
-        """The projection to the stream."""
-
-
 class Attention:
     """A slice of an attention sublayer, its norm inside; the output is the slice's part of the sum.
 
@@ -172,7 +153,7 @@ class Attention:
     def __init__(
         self,
         tensors: Tensors,
-        maps: AttentionMaps,
+        maps: Maps | LatentMaps,
         spec: SublayerSpec,
         plan: Plan,
         window: int | None,
@@ -201,13 +182,14 @@ class Attention:
         self.rebuild: Rebuild | None = None
         self.norms_all_heads = spec.norms_all_heads
         self.sharing = sharing
+        gains = self._head_gains(tensors, spec, plan)
         if {"k", "v"} <= maps.later:
-            gains = self._head_gains(tensors, spec, plan)
             self.rebuild = Rebuild(tensors, plan, gains[1] if gains else None, rotary)
         self.norm = norm_before(tensors, plan)
-        gains = self._head_gains(tensors, spec, plan)
         kept = gains if self.rebuild is None else gains[:1]  # keys are normed when they are rebuilt
         self.head_gain = torch.cat(kept).contiguous() if kept else None
+        computed = self.qkv, self.o, self.norm
+        self.by_kernels = all(one.by_kernels for one in computed) and self.rebuild is None and self.bound is None
 
     def _head_gains(self, tensors: Tensors, spec: SublayerSpec, plan: Plan) -> list[Tensor]:
         """What heads of queries are multiplied by, (H, D), and those of keys, (K, D); nothing without such norms."""
@@ -220,11 +202,6 @@ class Attention:
             like = next(iter(tensors.values()))
             return [like.new_ones(count, self.head_dim) for count in counts]
         return []
-
-    @property
-    def by_kernels(self) -> bool:
-        maps = self.qkv.by_kernels and self.o.by_kernels
-        return maps and self.norm.by_kernels and self.rebuild is None and self.bound is None
 
     def __call__(self, stream: Tensor, slot: int, forward: Pass) -> Tensor:
         """(T, h) to (T, h)."""
@@ -317,11 +294,7 @@ class FeedForward:
         like = next(iter(tensors.values()))
         kernels = triton_kernels_for(like) or plan_kernels(plan, like)
         self.gate = kernels.gate_of(plan.activation) if self.gated and kernels is not None else None
-
-    @property
-    def by_kernels(self) -> bool:
-        maps = self.up.by_kernels and self.down.by_kernels
-        return maps and self.norm.by_kernels and self.gate is not None
+        self.by_kernels = all(one.by_kernels for one in (self.up, self.down, self.norm)) and self.gate is not None
 
     def __call__(self, stream: Tensor) -> Tensor:
         """(T, h) to (T, h)."""

@@ -56,46 +56,6 @@ class Linear:
         return y.mul_(self.scale)
 
 
-class LowRank:
-    """Projections of the same input, some of which are products of two factors.
-
-    Whole matrices and first factors all read the input: they are one product. What the first factors give goes through
-    the second ones.
-
-    Args:
-        tensors: of a slice of a sublayer, by role.
-        roles: of the projections, in the order of the output.
-        scale: what the output is multiplied by, if anything.
-        later: the roles whose second factors are left out.
-    """
-
-    def __init__(
-        self, tensors: Tensors, roles: list[str], scale: float | None = None, later: frozenset[str] = frozenset()
-    ) -> None:
-        self.scale = scale
-        self.seconds: list[Linear | None] = []
-        weights: list[Tensor] = []
-        biases: list[Tensor | None] = []
-        for role in roles:
-            factored = is_factored(role, tensors)
-            bias = tensors.get(f"{role}.bias")
-            weights.append(tensors[f"{role}.first.weight" if factored else f"{role}.weight"])
-            biases.append(None if factored else bias)
-            self.seconds.append(second_factor(tensors, role) if factored and role not in later else None)
-        self.widths = [len(weight) for weight in weights]
-        self.first = Linear(weights, biases)
-        self.by_kernels = all(one is None or one.by_kernels for one in (self.first, *self.seconds))
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """(T, in_features) to (T, all out_features)."""
-        parts = self.first(x).split(self.widths, -1)
-        outputs = [part if second is None else second(part) for part, second in zip(parts, self.seconds, strict=True)]
-        y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
-        if self.scale is None:
-            return y
-        return y.mul_(self.scale)
-
-
 def whole_map(tensors: Tensors, roles: list[str], scale: float | None = None) -> Linear:
     """Projections that are whole matrices, as one product."""
     return Linear([tensors[f"{role}.weight"] for role in roles], [tensors.get(f"{role}.bias") for role in roles], scale)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from surgeon.models.weights import Tensors
 from surgeon.runtime.comm.collectives import Collectives, Counts
-from surgeon.runtime.model.linear import Linear, LinearMap, LowRank, is_factored, second_factor, whole_map
+from surgeon.runtime.model.linear import Linear, LinearMap, is_factored, second_factor, whole_map
 
 ROUNDS, WARM_UPS = 5, 2  # of measuring which way is faster
 
@@ -68,45 +68,60 @@ class Sharing:
         return slice(min(columns, self.member * each), min(columns, (self.member + 1) * each))
 
 
-class Gathered:
-    """Projections of the same input whose first factors are shared out among ranks.
+class LowRank:
+    """Projections of the same input, some of which are products of two factors.
+
+    Whole matrices and first factors all read the input: they are one product. Where ranks share first factors out, each
+    computes its part of what all of them give, and gathers the others. That goes through the second ones.
 
     Args:
-        tensors: of this rank's slice, by role, first factors whole.
-        roles: in the order of the output.
-        later: those of them whose second factors are left out.
+        tensors: of a slice of a sublayer, by role.
+        roles: of the projections, in the order of the output; at least one of them is two factors.
+        scale: what the output is multiplied by, if anything.
+        later: the roles whose second factors are left out.
+        sharing: the ranks that first factors are shared out among, if any.
     """
 
     def __init__(
-        self, tensors: Tensors, roles: list[str], sharing: Sharing, later: frozenset[str] = frozenset()
+        self,
+        tensors: Tensors,
+        roles: list[str],
+        scale: float | None = None,
+        later: frozenset[str] = frozenset(),
+        sharing: Sharing | None = None,
     ) -> None:
+        self.scale = scale
         self.sharing = sharing
         factored = [role for role in roles if is_factored(role, tensors)]
         whole = [role for role in roles if role not in factored]
+        self.order = [[*factored, *whole].index(role) for role in roles]
         firsts = [tensors[f"{role}.first.weight"] for role in factored]
         self.columns = [len(first) for first in firsts]
-        own = torch.cat(firsts)[sharing.share(sum(self.columns))]
-        self.width = -(-sum(self.columns) // sharing.members)
-        own = torch.cat([own, own.new_zeros(self.width - len(own), own.shape[1])])  # parts must be of one size
-        weights = [own, *(tensors[f"{role}.weight"] for role in whole)]
-        self.first = Linear(weights, [None, *(tensors.get(f"{role}.bias") for role in whole)])
+        if sharing is not None:
+            own = torch.cat(firsts)[sharing.share(sum(self.columns))]
+            width = -(-sum(self.columns) // sharing.members)
+            firsts = [own, own.new_zeros(width - len(own), own.shape[1])]  # parts must be of one size
+        others = [tensors[f"{role}.weight"] for role in whole]
+        self.widths = [sum(map(len, firsts)), *map(len, others)]
+        biases = [None for _ in firsts] + [tensors.get(f"{role}.bias") for role in whole]
+        self.first = Linear([*firsts, *others], biases)
         self.seconds = [None if role in later else second_factor(tensors, role) for role in factored]
-        self.widths = [self.width, *(len(weight) for weight in weights[1:])]
-        self.order = [([*factored, *whole]).index(role) for role in roles]
         self.by_kernels = all(one is None or one.by_kernels for one in (self.first, *self.seconds))
 
     def __call__(self, x: Tensor) -> Tensor:
         """(T, in_features) to (T, all out_features)."""
-        own, *outputs = self.first(x).split(self.widths, -1)
-        gathered = self.sharing.gather(own.contiguous())[:, : sum(self.columns)]
-        parts = gathered.split(self.columns, -1)
+        factors, *outputs = self.first(x).split(self.widths, -1)
+        if self.sharing is not None:
+            factors = self.sharing.gather(factors.contiguous())[:, : sum(self.columns)]
+        parts = factors.split(self.columns, -1)
         made = [part if second is None else second(part) for second, part in zip(self.seconds, parts, strict=True)]
         outputs = [*made, *outputs]
+        y: Tensor = outputs[0]
         if len(outputs) > 1:
-            return torch.cat([outputs[place] for place in self.order], -1)
-        (whole,) = outputs
-        found: Tensor = whole
-        return found
+            y = torch.cat([outputs[place] for place in self.order], -1)
+        if self.scale is None:
+            return y
+        return y.mul_(self.scale)
 
 
 class SummedApart:
@@ -116,7 +131,7 @@ class SummedApart:
         maps: this rank's part of each; what is gathered is no part.
     """
 
-    def __init__(self, maps: list[LowRank | Gathered], sharing: Sharing) -> None:
+    def __init__(self, maps: list[LowRank], sharing: Sharing) -> None:
         self.maps = maps
         self.sharing = sharing
         self.by_kernels = all(one.by_kernels for one in maps)
@@ -124,7 +139,7 @@ class SummedApart:
     def __call__(self, x: Tensor) -> Tensor:
         """(T, in_features) to (T, all out_features)."""
         parts = ((one, one(x)) for one in self.maps)
-        return torch.cat([self.sharing.sum(part) if isinstance(one, LowRank) else part for one, part in parts], -1)
+        return torch.cat([self.sharing.sum(part) if one.sharing is None else part for one, part in parts], -1)
 
 
 class Maps:
@@ -160,16 +175,16 @@ class Maps:
         later = self.later
         base = self.base
         if base is not None:
-            each: list[LowRank | Gathered] = [
-                Gathered(tensors, [role], base, later) if role in later else LowRank(self._own(role, base), [role])
+            each = [
+                LowRank(tensors, [role], later=later, sharing=base)
+                if role in later
+                else LowRank(self._own(role, base), [role])
                 for role in roles
             ]
             return SummedApart(each, base)
         if not any(is_factored(role, tensors) for role in roles):
             return whole_map(tensors, roles)
-        if self.shared is not None:
-            return Gathered(tensors, roles, self.shared, later)
-        return LowRank(tensors, roles, later=later)
+        return LowRank(tensors, roles, later=later, sharing=self.shared)
 
     def writing(self, role: str) -> LinearMap:
         """The projection to the stream: (T, in_features) to (T, h), or to (T, rank) in rank space."""
@@ -189,21 +204,6 @@ class Maps:
         if f"{role}.bias" in self.tensors and base.member == 0:
             own[f"{role}.bias"] = self.tensors[f"{role}.bias"]
         return own
-
-
-def gathering_is_faster(
-    alone: Callable[[], object], shared: Callable[[], object], collectives: Collectives, device: torch.device
-) -> bool:
-    """Whether sharing out first factors pays on these ranks and what connects them.
-
-    All ranks that share the sublayer ask at the same time, and get the same answer: that of the sum of their times.
-
-    Args:
-        alone, shared: compute the same projections of a token.
-    """
-    times = torch.tensor([time_of(one, device) for one in (alone, shared)], dtype=torch.float64, device=device)
-    total = collectives.exact.all_reduce(times, Counts())()
-    return bool(total[1] < total[0])
 
 
 def time_of(compute: Callable[[], object], device: torch.device) -> float:

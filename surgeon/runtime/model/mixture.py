@@ -63,7 +63,12 @@ class MixtureOfExperts:
             self.experts = KernelExperts(self.kernels, packed)
             self.route = self.kernels.route
         else:
-            self.experts = Experts(tensors, first, combine_of(plan))
+            if plan.clamped_gate is not None:
+                combine: Combine = partial(clamped, *plan.clamped_gate)
+            else:
+                act = activation(plan.activation)
+                combine = lambda gates, values: act(gates) * values  # noqa: E731
+            self.experts = Experts(tensors, first, combine)
             self.route = route
         beside = {name.removeprefix("shared_"): one for name, one in tensors.items() if name.startswith("shared_")}
         own_router = beside.pop("router.weight", None)
@@ -71,12 +76,9 @@ class MixtureOfExperts:
         if beside:
             self.shared = FeedForward(beside, Maps(beside, None), plan)
         self.shared_router = None if own_router is None else own_router.t()
-
-    @property
-    def by_kernels(self) -> bool:
-        shared = self.shared is None or (self.shared.by_kernels and self.shared_router is None)
-        computed = self.route is not route and self.router.by_kernels and self.norm.by_kernels and shared
-        return computed and not self.weighs_inputs
+        alike = self.shared is None or (self.shared.by_kernels and self.shared_router is None)
+        own = self.route is not route and self.router.by_kernels and self.norm.by_kernels
+        self.by_kernels = own and alike and not self.weighs_inputs
 
     def __call__(self, stream: Tensor, waits: bool = True) -> Tensor:
         """(T, h) to (T, h).
@@ -251,14 +253,6 @@ def pack_experts(tensors: Tensors, first: int, plan: Plan, kernels: Kernels) -> 
         lines.append(line)
     neurons = reading.shape[1] // 2
     return PackedExperts(first, torch.tensor(lines), tuple(kept), neurons, plan.activation, plan.clamped_gate)
-
-
-def combine_of(plan: Plan) -> Combine:
-    """What an expert makes of gates and values before it writes."""
-    if plan.clamped_gate is not None:
-        return partial(clamped, *plan.clamped_gate)
-    act = activation(plan.activation)
-    return lambda gates, values: act(gates) * values
 
 
 def clamped(alpha: float, limit: float, gates: Tensor, values: Tensor) -> Tensor:

@@ -44,10 +44,6 @@ class Buffers:
         self._rebuilt_width = max((2 * one.width for one in rebuilds), default=0)
         self.kept = self.rebuilt = like.new_empty(0)
 
-    @property
-    def nbytes(self) -> int:
-        return self.kept.nbytes + self.rebuilt.nbytes
-
     def reserve(self, tokens: int) -> None:
         """See that there is room for so many tokens; what has the buffers of before goes on having them."""
         if tokens * self._kept_width > self.kept.numel():
@@ -117,10 +113,6 @@ class PagedCache:
     @property
     def tokens(self) -> int:
         return self.stored.shape[2]
-
-    @property
-    def nbytes(self) -> int:
-        return self.stored.nbytes + sum(slot.nbytes for slot in self.low_rank.values())
 
     def lent(self, slots: Sequence[int], own: Sequence[int] = ()) -> PagedCache:
         """The same room for another program, whose attentions use these slots.

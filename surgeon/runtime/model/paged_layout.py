@@ -46,17 +46,18 @@ class PagedLayout:
             angles: of all positions up to the last one.
         """
         self.cache = cache
-        self._parts: list[_Singles | _Chunk] = []
+        self._parts: list[_Singles | _Text] = []
         positions = []
         first = 0
         for row in rows:
             positions.append(slice(row.start, row.start + len(row.tokens)))
+            text = _Text(first, row, cache, angles)
             if len(row.tokens) > 1:
-                self._parts.append(_Chunk(first, row, cache, angles))
+                self._parts.append(text)
             elif self._parts and isinstance(self._parts[-1], _Singles):
-                self._parts[-1].add(row)
+                self._parts[-1].texts.append(text)
             else:
-                self._parts.append(_Singles(first, row, cache, angles))
+                self._parts.append(_Singles(first, text, cache))
             first += len(row.tokens)
         self.positions = as_index(positions, cache.device)
         self._keeping = cache.kernels or cache.triton
@@ -78,7 +79,6 @@ class PagedLayout:
         return torch.cat(attended)
 
     def _keep(self, slot: int, kept: Tensor) -> None:
-        """Put what is new into its places."""
         cache = self.cache
         group = self.cache.group_of[slot]
         written = self._newly if slot in cache.borrowed else self._written
@@ -127,97 +127,88 @@ class _Written(NamedTuple):
 
 
 class _Singles:
-    """Rows of a pass, one after another, that have one token each: texts that are being continued."""
+    """Rows of a pass, one after another, that have one token each: texts that are being continued.
 
-    def __init__(self, first: int, row: Row, cache: PagedCache, angles: AllAngles) -> None:
+    Attributes:
+        texts: of the rows.
+    """
+
+    def __init__(self, first: int, text: _Text, cache: PagedCache) -> None:
+        self.texts = [text]
         self._first = first
-        self._sequences = [_Cached(row, cache, angles)]
         self._cache = cache
-        self._angles = angles
         self._runs: dict[tuple[int, Window | None], Runs] = {}
         self._tables: dict[int, TextBlocks] = {}
 
-    def add(self, row: Row) -> None:
-        self._sequences.append(_Cached(row, self._cache, self._angles))
-
-    def attend(self, slot: int, queries: Tensor, _: Tensor, weighting: Weighting) -> Tensor:
+    def attend(self, slot: int, queries: Tensor, kept: Tensor, weighting: Weighting) -> Tensor:
         """Attended values of these rows, (rows, H * D), given queries of the whole pass and what it keeps."""
-        heads = queries.shape[1]
-        head_dim = queries.shape[2]
-        kv_heads = self._cache.kv_heads[slot]
-        count = len(self._sequences)
-        own = queries[self._first : self._first + count]
-        if self._cache.triton is not None and slot not in self._cache.rebuilds:
-            return self._cache.attend(slot, own, self._blocks(self._cache.group_of[slot]), weighting)
-        if self._cache.kernels is not None and slot not in self._cache.rebuilds:
-            read = self._read(self._cache.group_of[slot], weighting.window)
-            return self._cache.kernels.attend(own, self._cache.pairs[slot], read, weighting)
-        # The heads of one KV group are like several tokens that may look at everything: no copies of keys.
-        grouped = own.view(count, 1, kv_heads, heads // kv_heads, head_dim).unbind()
-        attended = [
-            attention(query, *sequence.read(slot, weighting.window), weighting)
-            for query, sequence in zip(grouped, self._sequences, strict=True)
-        ]
-        together = attended[0] if count == 1 else torch.cat(attended)
-        return together.reshape(count, heads * head_dim)
+        cache = self._cache
+        group = cache.group_of[slot]
+        own = queries[self._first : self._first + len(self.texts)]
+        if slot in cache.rebuilds or (cache.triton is None and cache.kernels is None):
+            return torch.cat([text.attend(slot, queries, kept, weighting) for text in self.texts])
+        if cache.triton is not None:
+            return cache.attend(slot, own, self._blocks(group), weighting)
+        assert cache.kernels is not None
+        key = group, weighting.window
+        if key not in self._runs:
+            runs, ends = runs_of([text.row for text in self.texts], *key)
+            self._runs[key] = Runs(torch.tensor(runs), torch.tensor(ends))
+        return cache.kernels.attend(own, cache.pairs[slot], self._runs[key], weighting)
 
     def _blocks(self, group: int) -> TextBlocks:
-        """Where attentions of a group look."""
         if group not in self._tables:
-            rows = [sequence.row for sequence in self._sequences]
-            ends = [row.start + len(row.tokens) for row in rows]
-            inputs = torch.zeros(len(rows), 1 + blocks_for(max(ends)), dtype=torch.long)
-            for line, row, end in zip(inputs.numpy(), rows, ends, strict=True):
-                line[0] = end - 1
+            rows = [text.row for text in self.texts]
+            inputs = torch.zeros(len(rows), 1 + blocks_for(max(row.start for row in rows) + 1), dtype=torch.long)
+            for line, row in zip(inputs.numpy(), rows, strict=True):
+                line[0] = row.start
                 write_table(line[1:], row.runs[group], 0)
             inputs = inputs.to(self._cache.device)
             self._tables[group] = TextBlocks(inputs[:, 1:], inputs[:, 0], self._cache.counters(len(rows)))
         return self._tables[group]
 
-    def _read(self, group: int, window: Window | None) -> Runs:
-        """Where attentions of a group with such a window read."""
-        key = group, window
-        if key not in self._runs:
-            runs, ends = runs_of([sequence.row for sequence in self._sequences], group, window)
-            self._runs[key] = Runs(torch.tensor(runs), torch.tensor(ends))
-        return self._runs[key]
 
-
-class _Chunk:
-    """A row of several tokens: a prompt, or a part of one."""
+class _Text:
+    """A row, and the keys and values of its sequence up to its end."""
 
     def __init__(self, first: int, row: Row, cache: PagedCache, angles: AllAngles) -> None:
-        self._tokens = len(row.tokens)
-        self._end = row.start + self._tokens
-        self._own = slice(first, first + self._tokens)
+        self.row = row
+        self._end = row.start + len(row.tokens)
+        self._own = slice(first, first + len(row.tokens))
         self._cache = cache
         self._angles = angles
-        self._whole = not row.start  # a whole prompt: all that is read comes with the pass itself
-        self._known = row.known > 0  # or has been read by another program, in slots of which it is in the cache
-        self._cached = _Cached(row, cache, angles)
         self._texts: dict[tuple[int, Window | None, int], TextKeys] = {}
         self._masks: dict[tuple[int, int, Window | None], Tensor] = {}
+        self._found: dict[tuple[int, int], Sequence[Tensor] | Tensor] = {}
 
     def attend(self, slot: int, queries: Tensor, kept: Tensor, weighting: Weighting) -> Tensor:
         """Attended values of this row, (tokens, H * D), given queries of the whole pass and what it keeps."""
+        cache = self._cache
+        start = self.row.start
         own = queries[self._own]
         window = Window.within(weighting.window, self._end)
-        by_kernels = self._cache.kernels is not None and slot not in self._cache.rebuilds
-        comes = self._whole and not (self._known and slot in self._cache.borrowed)
-        fresh = self._fresh(slot, kept[self._own]) if comes and not by_kernels else None
-        start = self._end - self._tokens
+        by_kernels = cache.kernels is not None and slot not in cache.rebuilds
+        # All that a whole prompt reads comes with the pass itself, or has been read by another program.
+        fresh = None
+        if not by_kernels and not start and not (self.row.known and slot in cache.borrowed):
+            fresh = self._fresh(slot, kept[self._own])
         attended = []
         for part in self._parts(window):
             asked = own[part.start - start : part.stop - start]
-            if self._cache.kernels is not None and by_kernels:
-                text = self._text(self._cache.group_of[slot], window, part)
-                attended.append(self._cache.kernels.attend_text(asked, self._cache.pairs[slot], text, weighting))
+            first = 0 if window is None else window.first(part.start + 1)  # the first token looks back the furthest
+            if cache.kernels is not None and by_kernels:
+                text = self._text(cache.group_of[slot], window, part, first)
+                attended.append(cache.kernels.attend_text(asked, cache.pairs[slot], text, weighting))
                 continue
-            first = _first_key(window, part)
-            keys, values = self._cached.read_from(slot, first) if fresh is None else fresh
-            there = slice(0 if fresh is None else first, part.stop - (first if fresh is None else 0))
-            keys = keys[:, :, there]
-            values = values[:, :, there]
+            if fresh is None:
+                keys, values = (one[:, :, : part.stop - first] for one in self.read_from(slot, first))
+            else:
+                keys, values = (one[:, :, first : part.stop] for one in fresh)
+            if len(asked) == 1:
+                # The heads of one KV group are like several tokens that may look at everything: no copies of keys.
+                grouped = asked.view(1, keys.shape[1], -1, asked.shape[-1])
+                attended.append(attention(grouped, keys, values, weighting).reshape(1, -1))
+                continue
             causal = part.start == first and (window is None or window.chunked)
             mask = None if causal else self._mask(len(asked), keys.shape[2], window)
             found = attention(asked.transpose(0, 1)[None], keys, values, weighting, mask, causal)
@@ -228,17 +219,16 @@ class _Chunk:
 
     def _parts(self, window: Window | None) -> list[slice]:
         """The row's positions; where there are chunks, those of each chunk, whose tokens look at the same first one."""
-        start = self._end - self._tokens
-        size = 0 if window is None else window.tokens
-        borders = range((start // size + 1) * size, self._end, size) if window is not None and window.chunked else ()
-        return [slice(*part) for part in pairwise((start, *borders, self._end))]
+        borders = range(0)
+        if window is not None and window.chunked:
+            borders = range((self.row.start // window.tokens + 1) * window.tokens, self._end, window.tokens)
+        return [slice(*part) for part in pairwise((self.row.start, *borders, self._end))]
 
-    def _text(self, group: int, window: Window | None, part: slice) -> TextKeys:
+    def _text(self, group: int, window: Window | None, part: slice, first: int) -> TextKeys:
         """What tokens at some positions read in attentions of a group with such a window."""
         key = group, window, part.start
         if key not in self._texts:
-            first = _first_key(window, part)
-            places = stretches(self._cached.row.runs[group], first, part.stop)
+            places = stretches(self.row.runs[group], first, part.stop)
             runs = torch.tensor([(place.start, place.stop - place.start) for place in places])
             sliding = None if window is None or window.chunked else window.tokens
             self._texts[key] = TextKeys(runs, first, part.start, sliding)
@@ -257,71 +247,40 @@ class _Chunk:
         if key not in self._masks:
             before = keys - tokens
             seen = torch.ones(tokens, keys, dtype=torch.bool, device=self._cache.device).tril(before)
-            sliding = window is not None and not window.chunked
-            self._masks[key] = seen.triu(before - window.tokens + 1) if sliding and window is not None else seen
+            if window is not None and not window.chunked:
+                seen = seen.triu(before - window.tokens + 1)
+            self._masks[key] = seen
         return self._masks[key]
-
-
-def _first_key(window: Window | None, tokens: slice) -> int:
-    """The first position that some of a text's tokens look at; the first of them looks back the furthest."""
-    if window is None:
-        return 0
-    return window.first(tokens.start + 1)
-
-
-class _Cached:
-    """The keys and values of one sequence up to the end of its row."""
-
-    def __init__(self, row: Row, cache: PagedCache, angles: AllAngles) -> None:
-        self.row = row
-        self._end = row.start + len(row.tokens)
-        self._cache = cache
-        self._angles = angles
-        self._found: dict[tuple[int, int], Sequence[Tensor] | Tensor] = {}
-
-    def read(self, slot: int, window: Window | None) -> tuple[Tensor, Tensor]:
-        """Those of a slot that its last token looks at, as of `read_from`."""
-        return self.read_from(slot, 0 if window is None else window.first(self._end))
 
     def read_from(self, slot: int, first: int) -> tuple[Tensor, Tensor]:
         """Those of a slot from a token on, (1, K, N, D) each: views where they lie in one run of blocks, else copies.
 
         Where they have to be rebuilt they last until the next ones.
         """
-        if slot in self._cache.rebuilds:
-            return by_head(self._rebuilt(slot, first))
-        key = self._cache.group_of[slot], first
-        found = self._found.get(key)
-        if found is None:
-            found = self._found[key] = self._find(*key)
+        cache = self._cache
+        group = cache.group_of[slot]
+        if slot in cache.rebuilds:
+            runs = [cache.low_rank[slot][run] for run in stretches(self.row.runs[group], first, self._end)]
+            kept = runs[0]
+            if len(runs) > 1:
+                kept = torch.cat(runs, out=cache.buffers.for_kept(cache.rebuilds[slot], self._end - first))
+            return by_head(cache.rebuild(slot, kept, angles_at(self._angles, slice(first, self._end))))
+        if (group, first) not in self._found:
+            places = as_index(stretches(self.row.runs[group], first, self._end), cache.device)
+            if isinstance(places, Tensor):
+                self._found[group, first] = places
+            else:
+                halves = cache.halves[group]
+                self._found[group, first] = cache.stored[:, : sum(halves), places].split_with_sizes(halves, 1)
+        found = self._found[group, first]
         if isinstance(found, Tensor):
-            keys, values = self._cache.pairs[slot].index_select(1, found)[None].chunk(2, 1)
+            keys, values = cache.pairs[slot].index_select(1, found)[None].chunk(2, 1)
             return keys, values
-        place = self._cache.places_in_group[slot]
+        place = cache.places_in_group[slot]
         return found[2 * place], found[2 * place + 1]
-
-    def _rebuilt(self, slot: int, first: int) -> tuple[Tensor, Tensor]:
-        """Those of a slot in rank space from a token on, (N, K, D) each."""
-        cache = self._cache
-        own = self.row.runs[cache.group_of[slot]]
-        runs = [cache.low_rank[slot][run] for run in stretches(own, first, self._end)]
-        kept = runs[0]
-        if len(runs) > 1:
-            kept = torch.cat(runs, out=cache.buffers.for_kept(cache.rebuilds[slot], self._end - first))
-        return cache.rebuild(slot, kept, angles_at(self._angles, slice(first, self._end)))
-
-    def _find(self, group: int, first: int) -> Sequence[Tensor] | Tensor:
-        """Views of a group's keys and values from a token on, or the places where they lie scattered."""
-        cache = self._cache
-        places = as_index(stretches(self.row.runs[group], first, self._end), cache.device)
-        if isinstance(places, Tensor):
-            return places
-        halves = cache.halves[group]
-        return cache.stored[:, : sum(halves), places].split_with_sizes(halves, 1)
 
 
 def _numbers(index: Index, device: torch.device) -> Tensor:
-    """What it indexes, one by one."""
     if isinstance(index, slice):
         return torch.arange(index.start, index.stop, device=device)
     return index

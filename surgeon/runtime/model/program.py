@@ -20,14 +20,15 @@ from surgeon.language.program import Fork, Node, Program, Step
 from surgeon.language.sublayer import ATTENTION, WRITING, Sublayer
 from surgeon.models.families import Projection
 from surgeon.models.weights import ModelWeights, Tensors
-from surgeon.runtime.comm.collectives import Collectives
+from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.kernels.functions import kernels_for
-from surgeon.runtime.kernels.recording import Arena, CudaRecorder, GraphRecorder, Recording, Replay
+from surgeon.runtime.kernels.recording import Arena, CudaRecorder, GraphRecorder, Recording
+from surgeon.runtime.model import low_rank
 from surgeon.runtime.model.attending import Pass
 from surgeon.runtime.model.latent import LatentMaps
 from surgeon.runtime.model.layers import Attention, FeedForward, Norm, Rebuild, torch_dtype
 from surgeon.runtime.model.linear import Linear, LinearMap, count_outputs, is_factored
-from surgeon.runtime.model.low_rank import Maps, Sharing, gathering_is_faster
+from surgeon.runtime.model.low_rank import Maps, Sharing
 from surgeon.runtime.model.mixture import MixtureOfExperts
 from surgeon.runtime.model.outputs import StepOutputs, summed_in_rank_space
 from surgeon.runtime.model.phase import Phase
@@ -153,7 +154,6 @@ class RankProgram:
         return part.sublayer, part.sharers if exchanges else (), None if whole is None else whole.own
 
     def _part(self, work: Work, part: Part, source: ModelWeights) -> Made:
-        """What computes a part, with its weights."""
         plan = self.plan
         sublayer = computed_of(self.plan, work, part)
         if plan.mixtures.size(sublayer) is not None:
@@ -232,7 +232,11 @@ class RankProgram:
             with torch.inference_mode():
                 ways = alone.reading(roles), shared.reading(roles)
                 by_itself, together = (self._repeatable(one, x, one.by_kernels) for one in ways)
-                self._ways[key] = gathering_is_faster(by_itself, together, self.groups[part.sharers], self.device)
+                times = [low_rank.time_of(one, self.device) for one in (by_itself, together)]
+                # Those of all ranks that share the sublayer, so that they choose alike.
+                own = torch.tensor(times, dtype=torch.float64, device=self.device)
+                total = self.groups[part.sharers].exact.all_reduce(own, Counts())()
+                self._ways[key] = bool(total[1] < total[0])
             self.counts = before
         return self._ways[key]
 
@@ -251,7 +255,13 @@ class RankProgram:
         replay = recording.finished()
         if replay is None:
             return partial(compute, x)
-        return partial(_replayed, replay, (compute, x))
+        memory = compute, x  # which the replay reads
+
+        def again() -> None:
+            assert memory
+            replay(False)
+
+        return again
 
     @contextmanager
     def groups_recorded(self, recording: Recording) -> Iterator[None]:
@@ -320,13 +330,7 @@ class RankProgram:
         return [land(state).stream[: len(few)] for state, few in zip(states, places, strict=True)]
 
 
-def _replayed(replay: Replay, owners: object) -> None:  # noqa: ARG001 - of the memory that a replay reads
-    """Compute again what was recorded."""
-    replay(False)
-
-
 def _of_places(state: State, places: list[int]) -> State:
-    """Some tokens' state between two nodes of a program."""
     chosen = torch.tensor(places, device=state.stream.device)
     pending = state.pending
     return replace(state, stream=state.stream[chosen], pending=None if pending is None else lambda: pending()[chosen])

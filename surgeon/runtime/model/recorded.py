@@ -126,11 +126,7 @@ class RecordedDecode(Way):
         return all(len(row.tokens) == 1 and row.targets is None for row in rows)
 
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
-        """One pass, which extends the cache.
-
-        Raises:
-            TimeoutError: if another rank does not come.
-        """
+        """One pass, which extends the cache."""
         return Results(*self._model.chosen(self.logits(rows, cache), [row.wanted for row in rows]), [])
 
     def logits(self, rows: Sequence[Row], cache: PagedCache) -> Tensor:

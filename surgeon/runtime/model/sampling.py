@@ -23,6 +23,7 @@ from hashlib import blake2b
 from itertools import accumulate, islice
 from random import Random
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,7 +44,6 @@ from surgeon.runtime.model.filters import (
 )
 
 CACHED_NUMBERS = 1 << 17  # logits that a CPU takes at a time, because what is computed of them stays in its cache then
-LEAST_SEEN = 64  # tokens that a line has room for
 
 
 class SampledText:
@@ -53,21 +53,18 @@ class SampledText:
         again: whether it is drawn with the numbers of its places.
         position: how many tokens were chosen.
         look: what its filters look at first.
-        line: of the tokens seen, if they are penalised.
-        seen: these, each with its place in the line.
-        unwritten: of these, as many of the last ones as are not there yet.
+        seen: the different tokens so far, if they are penalised.
         suppressed: tokens that must not come next.
         drafts: drafted tokens, and the distributions, (V,), that they were drawn from.
     """
 
-    def __init__(self, request: Request, vocabulary: int, line: int | None) -> None:
+    def __init__(self, request: Request, vocabulary: int) -> None:
         sampling = self.sampling = request.sampling
         self.again = sampling.draws and sampling.seed is not None
         self.position = 0
         self.look = Look.of(sampling, vocabulary)
-        self.line = line
-        self.seen = {} if line is None else dict.fromkeys(request.prompt)
-        self.unwritten = list(self.seen)
+        self.penalised = sampling.repetition_penalty != 1
+        self.seen = dict.fromkeys(request.prompt) if self.penalised else {}
         self._later = [token for token in sampling.suppress_tokens if 0 <= token < vocabulary]
         self.suppressed = [token for token in sampling.begin_suppress_tokens if 0 <= token < vocabulary] + self._later
         self.drafts: list[tuple[int, Tensor]] = []
@@ -84,46 +81,9 @@ class SampledText:
         self.position += 1
         self.suppressed = self._later
         token = choice[0]
-        if self.line is not None and token != UNDEFINED and token not in self.seen:
+        if self.penalised and token != UNDEFINED:
             self.seen[token] = None
-            self.unwritten.append(token)
         return choice
-
-
-class SeenTokens:
-    """The different tokens that each of some texts has had, a line for each, filled up with its first one."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._lines = torch.zeros(1, LEAST_SEEN, dtype=torch.long, device=device)
-        self._free = [0]
-
-    def open(self) -> int:
-        """A line for a text."""
-        if not self._free:
-            self._free = [*range(len(self._lines), 2 * len(self._lines))]
-            self._lines = torch.cat([self._lines, self._lines])
-        return self._free.pop()
-
-    def close(self, line: int) -> None:
-        self._free.append(line)
-
-    def of(self, texts: Sequence[SampledText]) -> Tensor:
-        """Of texts with lines, (R, any)."""
-        lines = [text.line for text in texts if text.line is not None]
-        most = max(len(text.seen) for text in texts)
-        while most > self._lines.shape[1]:
-            self._lines = torch.cat([self._lines, self._lines[:, :1].expand_as(self._lines)], -1)
-        written = []
-        for line, text in zip(lines, texts, strict=True):
-            start = len(text.seen) - len(text.unwritten)
-            if not start:
-                self._lines[line] = text.unwritten[0]
-            written += [(line, start + at, token) for at, token in enumerate(text.unwritten)]
-            text.unwritten = []
-        if written:
-            rows, at, tokens = places(written, self._lines).unbind(-1)
-            self._lines[rows, at] = tokens
-        return self._lines[:, :most].index_select(0, places(lines, self._lines))
 
 
 class Sampler:
@@ -137,17 +97,13 @@ class Sampler:
         self._random = random or Random()
         self._vocabulary = vocabulary
         self._texts: dict[int, SampledText] = {}
-        self._seen = SeenTokens(device)
         self._device = device
 
     def add(self, request: Request) -> None:
-        line = None if request.sampling.repetition_penalty == 1 else self._seen.open()
-        self._texts[request.id] = SampledText(request, self._vocabulary, line)
+        self._texts[request.id] = SampledText(request, self._vocabulary)
 
     def remove(self, request: int) -> None:
-        text = self._texts.pop(request, None)
-        if text is not None and text.line is not None:
-            self._seen.close(text.line)
+        self._texts.pop(request, None)
 
     def choose(self, requests: Sequence[int], logits: Tensor) -> list[Choice]:
         """The next token of each request, by the model's logits, (R, V), and what is to be reported about it.
@@ -199,14 +155,18 @@ class Sampler:
             before: by row, drafted tokens that come before it.
         """
         scores = logits
-        if texts[0].line is not None:
-            seen = self._seen.of(texts)
-            if before is not None:
-                most = max(map(len, before))
-                firsts = [next(iter(text.seen)) for text in texts]
-                more = [[*each, *[first] * (most - len(each))] for first, each in zip(firsts, before, strict=True)]
-                seen = torch.cat([seen, places(more, seen)], -1)
-            scores = penalise(scores, seen, column([text.sampling.repetition_penalty for text in texts], scores))
+        if texts[0].penalised:
+            tokens = [[*text.seen, *more] for text, more in zip(texts, before or [()] * len(texts), strict=True)]
+            most = max(map(len, tokens))
+            seen = np.empty((len(tokens), most), np.int64)
+            for line, own in zip(seen, tokens, strict=True):
+                line[: len(own)] = own
+                line[len(own) :] = own[0]  # which is seen in any case
+            scores = penalise(
+                scores,
+                torch.from_numpy(seen).to(scores.device),
+                column([text.sampling.repetition_penalty for text in texts], scores),
+            )
         suppressed = [(row, token) for row, text in enumerate(texts) for token in text.suppressed]
         if suppressed:
             scores = scores.index_put(places(suppressed, scores).unbind(-1), scores.new_tensor(-torch.inf))
@@ -216,7 +176,7 @@ class Sampler:
         """The rows of texts that need the same operations; on CPUs not too many."""
         batches: dict[tuple[Look, bool, bool, bool], list[int]] = {}
         for row, text in enumerate(texts):
-            kind = text.look, text.line is not None, text.sampling.logprobs is not None, text.again
+            kind = text.look, text.penalised, text.sampling.logprobs is not None, text.again
             batches.setdefault(kind, []).append(row)
         if logits.is_cuda:
             most = len(texts)
@@ -248,13 +208,6 @@ class Sampler:
             certain = torch.zeros(self._vocabulary, dtype=torch.float64, device=self._device)
             certain[token] = 1
             text.drafts.append((token, certain))
-
-    def settle(self, request: int, choice: Choice) -> None:
-        """Take what was chosen elsewhere as the next token of a request; other drafts than that, and all behind, go."""
-        text = self._texts[request]
-        right = bool(text.drafts) and text.drafts[0][0] == choice[0]
-        text.drafts = text.drafts[1:] if right else []
-        text.add(choice)
 
     def _distributions(self, texts: Sequence[SampledText], logits: Tensor, before: Sequence[Sequence[int]]) -> Tensor:
         """The probability of every token after all filters, (R, V); that of what the place's number draws is 1.

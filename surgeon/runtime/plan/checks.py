@@ -128,6 +128,7 @@ def make_plan(
     if any(rotary.longer for rotary in rotaries):
         kv = _whole_keys(kv, max_tokens)
     growth = family.query_growth(config)
+    gate = None if family.mixture is None else family.mixture.clamped_gate
     if growth is not None:
         rotaries += (Rotary((0.0,) * (source.head_dim // 2), 1.0, growth),)
     plan = Plan(
@@ -162,7 +163,7 @@ def make_plan(
         plain_head_norms=family.plain_head_norms(config),
         bound=family.bound(config),
         mixtures=mixtures,
-        clamped_gate=_clamped_gate(config, family),
+        clamped_gate=gate(config) if gate is not None else None,
         latent=latent,
         sliced=sliced,
         routing=family.mixture.routing(config) if family.mixture else None,
@@ -171,13 +172,6 @@ def make_plan(
     if kv == "lowrank":
         require_low_rank(plan)
     return plan
-
-
-def _clamped_gate(config: Any, family: Family) -> tuple[float, float] | None:
-    found = None if family.mixture is None else family.mixture.clamped_gate
-    if found is None:
-        return None
-    return found(config)
 
 
 def mixture_size(source: ModelWeights, layer: int) -> MixtureSize | None:
@@ -189,11 +183,7 @@ def mixture_size(source: ModelWeights, layer: int) -> MixtureSize | None:
 
 
 def _chosen(ways: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-    """All ways by name, "auto" where nothing is chosen.
-
-    Raises:
-        ValueError: if there is no such way, and which was probably meant; or none on so many ranks.
-    """
+    """All ways by name, "auto" where nothing is chosen."""
     for name, wanted in ways.items():
         what, known = WAYS[name]
         if wanted not in known:
@@ -278,11 +268,7 @@ def _activation(config: Any, family: Family) -> str:
 
 
 def _whole_keys(kv: str, max_tokens: int) -> str:
-    """What is kept of keys where these turn by the length of their text: they cannot be made again of anything else.
-
-    Raises:
-        ValueError: if something else is asked for.
-    """
+    """What is kept of keys where these turn by the length of their text: they cannot be made again of anything else."""
     if kv == "lowrank":
         raise ValueError(
             f"rotary positions depend on the length of a text here, up to {max_tokens} tokens, and keys in rank space "
@@ -294,11 +280,7 @@ def _whole_keys(kv: str, max_tokens: int) -> str:
 
 
 def rotaries_by_layer(config: Any, family: Family, layers: int, max_tokens: int) -> list[Rotary | None]:
-    """The rotary positions of each layer's attention, None where it has none.
-
-    Raises:
-        ValueError: if the configuration does not say it of every layer, or describes what cannot be.
-    """
+    """The rotary positions of each layer's attention, None where it has none."""
 
     def of_each(attribute: str | None, listed: list[Any]) -> list[Any]:
         if len(set(listed)) == 1:

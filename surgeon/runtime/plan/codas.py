@@ -7,7 +7,7 @@ from functools import partial
 
 from surgeon.checkpoint.belongings import CODAS
 from surgeon.checkpoint.codas import INDEX, read_codas
-from surgeon.checkpoint.tensor_file import TensorFile
+from surgeon.checkpoint.tensor_file import TensorFiles
 from surgeon.language.program import Program, Step
 from surgeon.models.edit import check_layers
 from surgeon.models.families import FAMILIES, family_of
@@ -25,9 +25,6 @@ def with_coda(plan: Plan) -> Plan:
 
     What the rack's attentions cache of a token is what the whole program caches; the coda's have slots of their own
     behind those of the program.
-
-    Raises:
-        FileNotFoundError, ValueError: as `first_rack`.
     """
     plan = replace(plan, kv="lowrank" if plan.kv == "lowrank" else "full")
     nodes, coda = first_rack(plan)
@@ -52,13 +49,7 @@ def with_coda(plan: Plan) -> Plan:
 
 
 def first_rack(plan: Plan) -> tuple[int, CodaPlan]:
-    """How many nodes of a checkpoint's program its first rack has, and the rack's coda.
-
-    Raises:
-        FileNotFoundError: if a file of the codas is missing.
-        ValueError: if there are no codas, they are not of these weights or damaged, the program cannot be cut behind
-            the first rack, or the coda's heads or neurons do not divide among the ranks.
-    """
+    """How many nodes of a checkpoint's program its first rack has, and the rack's coda."""
     stored = read_codas(plan.folder)
     if stored is None:
         raise ValueError(
@@ -79,7 +70,7 @@ def first_rack(plan: Plan) -> tuple[int, CodaPlan]:
         )
     family = family_of(stored.config)
     file = plan.folder / CODAS / "rack-0.safetensors"
-    source = ModelWeights(TensorFile(file), family, plan.head_dim)
+    source = ModelWeights(TensorFiles(file), family, plan.head_dim)
     layers = source.count_layers() if len(program) else 0  # it may be a norm and a head only
     mixtures = Mixtures.of(partial(mixture_size, source), layers)
     by_layer = []

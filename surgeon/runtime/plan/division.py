@@ -31,11 +31,7 @@ def shared_units(units_of: UnitsOf, latent: Latent | None) -> UnitsOf:
 
 
 def cached_latent(latent: Latent | None) -> Latent | None:
-    """The same sizes.
-
-    Raises:
-        ValueError: if values are wider than keys, which caches have no room for.
-    """
+    """The same sizes."""
     if latent is not None and latent.value > latent.width:
         raise ValueError(
             f"v_head_dim {latent.value} in config.json is above the {latent.width} features of a key, which ranks cache"
@@ -51,9 +47,6 @@ def check_division(
     Args:
         mixtures: whose experts may divide where their neurons do not.
         sliced: as of `rank_work`.
-
-    Raises:
-        ValueError: with the numbers of ranks that would do.
     """
     for sublayer in dict.fromkeys(program.sublayers()):
         if sublayer.piece is None:

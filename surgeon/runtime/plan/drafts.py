@@ -36,9 +36,6 @@ def with_draft(plan: Plan, model: str | Path | StoredModel, draft: Program | str
 
     Its steps lie on ranks as the model's own do, where that leaves it fewer keys of its own: in slices where it can,
     also of sublayers that share an input and that ranks would have whole.
-
-    Raises:
-        ValueError: if the program names what the model does not have or does not divide among the ranks.
     """
     stored = open_stored(model)
     if isinstance(draft, str) and is_variant(named_draft(draft)):
@@ -58,9 +55,6 @@ def require_shared(draft: DraftPlan, why: str) -> Plan:
 
     Args:
         why: they have to, for who reads that one has its own.
-
-    Raises:
-        ValueError: if one has its own.
     """
     for rank, own in enumerate(draft.own):
         for work in work_of(draft.plan, rank):
@@ -74,11 +68,7 @@ def require_shared(draft: DraftPlan, why: str) -> Plan:
 
 
 def named_draft(text: str) -> str:
-    """What a draft is named by: a program over the model's weights, or a variant of the model.
-
-    Raises:
-        ValueError: if it is neither.
-    """
+    """What a draft is named by: a program over the model's weights, or a variant of the model."""
     if is_program(text) or (is_variant(text) and text not in RUN_OTHERWISE):
         return text
     raise ValueError(
@@ -94,9 +84,6 @@ def draft_beside(plan: Plan, source: Sizes, make: Callable[[bool], Plan]) -> Dra
     Args:
         source: how large the model's matrices are.
         make: the draft's own plan, given whether it is sliced (`Plan.sliced`).
-
-    Raises:
-        ValueError: as `make`, where there is neither plan.
     """
     found = list[DraftPlan]()
     reasons = list[ValueError]()

@@ -337,11 +337,7 @@ def factor_sizes(sublayer: Sublayer) -> tuple[int, int] | None:
 
 
 def require_low_rank(*plans: Plan) -> None:
-    """Refuse plans that cannot be run with `Plan.kv` "lowrank", if none of them can.
-
-    Raises:
-        ValueError: if no attention has factors of k and v, or keys cannot be made of them again.
-    """
+    """Refuse plans that cannot be run with `Plan.kv` "lowrank", if none of them can."""
     if any(plan.can_be_low_rank for plan in plans):
         return
     family = plans[0].family

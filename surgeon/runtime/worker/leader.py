@@ -6,7 +6,7 @@ First what it, the other ranks and the starting process tell each other.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import islice, takewhile
 from operator import eq
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from surgeon.runtime.batching.blocks import BlockPool
 from surgeon.runtime.batching.request import Choice, Request
 from surgeon.runtime.batching.scheduler import Limits, Output, Scheduler
-from surgeon.runtime.batching.sequence import Row, ScheduledChunk, Wanted
+from surgeon.runtime.batching.sequence import ScheduledChunk, Wanted
 from surgeon.runtime.comm.pipes import Ring, Sender
 from surgeon.runtime.model.engine import Figures, RankEngine
 from surgeon.runtime.model.paged_cache import PagedCache
@@ -34,13 +34,6 @@ class Report(NamedTuple):
     ticket: int
 
 
-class Recorded(NamedTuple):
-    """From rank 0, before it works on requests: how many passes have been recorded, and of how many."""
-
-    done: int
-    all: int
-
-
 class Progress(NamedTuple):
     """From rank 0, at the start and after every pass and cancellation.
 
@@ -50,26 +43,6 @@ class Progress(NamedTuple):
 
     outputs: list[Output]
     stats: tuple[int, ...]
-
-    @classmethod
-    def of(cls, outputs: list[Output], scheduler: Scheduler, figures: Figures) -> Progress:
-        """What the starting process is told."""
-        phases = figures.prefill, figures.decode, figures.drafting
-        counts = [count for phase in phases for count in (phase.layers, phase.vocabulary)]
-        stats = (  # the fields of `Stats`, in their order; to make one would take as long as all of this
-            *vars(scheduler.tally).values(),
-            len(scheduler.running),
-            len(scheduler.waiting),
-            scheduler.pool.blocks,
-            scheduler.pool.free,
-            sum(phase.passes for phase in phases),
-            figures.drafting.passes,
-            sum(phase.halved for phase in phases),
-            sum(count.all_reduces for count in counts),
-            sum(count.all_gathers for count in counts),
-            sum(count.bytes for count in counts),
-        )
-        return cls(outputs, stats)
 
 
 class Account(NamedTuple):
@@ -81,14 +54,6 @@ class Account(NamedTuple):
 
 
 RECORDING_SECONDS = 60.0
-
-
-class RowsToDraft(tuple[Row, ...]):
-    """To every rank but the first: the rows of a pass that drafts tokens; other rows come as a list."""
-
-
-class RowsToRecord(tuple[Row, ...]):
-    """To every rank but the first: the rows of a pass that is only to be recorded."""
 
 
 class Leader:
@@ -109,16 +74,15 @@ class Leader:
         self._sender = sender
         self._sampler = Sampler(engine.plan.vocabulary, engine.device)  # where the likeliest token is not enough
 
-    def record_ahead(self, seconds: float = RECORDING_SECONDS) -> Iterator[Recorded]:
+    def record_ahead(self, seconds: float = RECORDING_SECONDS) -> None:
         """Have passes recorded that texts will come to, as many as the seconds suffice for; the rest when they come."""
         passes = self.engine.passes_to_record(self.cache, self.scheduler.limits.max_batch)
         end = time.monotonic() + seconds
-        for done, rows in enumerate(passes, start=1):
+        for rows in passes:
             if time.monotonic() > end:
                 return
-            self._sender.send(RowsToRecord(rows))
+            self._sender.send(("record_ahead", rows))
             self.engine.record_ahead(rows, self.cache)
-            yield Recorded(done, len(passes))
 
     def submit(self, request: Request) -> None:
         self.scheduler.submit(request)
@@ -141,7 +105,7 @@ class Leader:
             drafts = self._draft(chunks)
         began = time.perf_counter() - planned
         rows = [row for chunk, drafted in zip(chunks, drafts, strict=True) for row in chunk.rows(drafted)]
-        self._sender.send(rows)
+        self._sender.send(("step", rows))
         results = self.engine.step(rows, self.cache)
         chosen = self._choose(chunks, drafts, results)
         if self.scheduler.ahead is not None:
@@ -173,7 +137,7 @@ class Leader:
             going = [place for place, most in enumerate(passes) if most > number]
             began = time.perf_counter()
             rows = [row for place in going for row in chunks[place].drafting_rows(drafts[place])]
-            self._sender.send(RowsToDraft(rows))
+            self._sender.send(("draft", rows))
             results = self.engine.draft(rows, self.cache)
             asking = [place for place in going if chunks[place].drafts > number]
             drawn = [chunks[place] for place in asking if chunks[place].wanted == Wanted.LOGITS]
@@ -225,7 +189,25 @@ class Leader:
         return chosen
 
     def progress(self, outputs: list[Output]) -> Progress:
-        return Progress.of(outputs, self.scheduler, self.engine.figures)
+        """What the starting process is told."""
+        figures = self.engine.figures
+        scheduler = self.scheduler
+        phases = figures.prefill, figures.decode, figures.drafting
+        counts = [count for phase in phases for count in (phase.layers, phase.vocabulary)]
+        stats = (  # the fields of `Stats`, in their order; to make one would take as long as all of this
+            *vars(scheduler.tally).values(),
+            len(scheduler.running),
+            len(scheduler.waiting),
+            scheduler.pool.blocks,
+            scheduler.pool.free,
+            sum(phase.passes for phase in phases),
+            figures.drafting.passes,
+            sum(phase.halved for phase in phases),
+            sum(count.all_reduces for count in counts),
+            sum(count.all_gathers for count in counts),
+            sum(count.bytes for count in counts),
+        )
+        return Progress(outputs, stats)
 
     def report(self, message: Report) -> None:
         self._sender.send(message)

@@ -62,11 +62,7 @@ class RankOptions:
 
 
 def choose_device(wanted: str, ranks: int) -> str:
-    """Say "cpu" or "cuda" for "cpu", "cuda" or "auto" (cuda if there is a GPU for every rank of this machine).
-
-    Raises:
-        ValueError: if it is none of these, or there are too few GPUs for "cuda".
-    """
+    """Say "cpu" or "cuda" for "cpu", "cuda" or "auto" (cuda if there is a GPU for every rank of this machine)."""
     if wanted not in ("auto", "cpu", "cuda"):
         raise ValueError(f"there is no device {wanted!r}; {did_you_mean(wanted, ('auto', 'cpu', 'cuda'))}")
     gpus = torch.cuda.device_count()
@@ -93,9 +89,6 @@ def choose_collectives(wanted: str, device: str) -> str:
 
     With "none" they do not: what they compute is wrong, and its speed tells what communication costs. Ranks of
     torchrun's have no memory in common, also where they are on one machine: they inherit nothing from each other.
-
-    Raises:
-        ValueError: if there is no such way, or it does not fit the device or torchrun.
     """
     fitting: tuple[str, ...] = {"cpu": ("shm", "gloo"), "cuda": ("nccl", "gloo")}[device]
     if read_environment() is not None:
@@ -113,11 +106,7 @@ def choose_collectives(wanted: str, device: str) -> str:
 
 
 def check_sending(collectives: str, device: str, link: Link | None, compression: str | None) -> None:
-    """Refuse an emulated link or a compression that cannot be had.
-
-    Raises:
-        ValueError: if there is no such compression, nothing is sent, or a GPU's transfers would have to wait.
-    """
+    """Refuse an emulated link or a compression that cannot be had."""
     known = get_args(Compression)
     if compression is not None and compression not in known:
         raise ValueError(f"there is no compression {compression!r}; {did_you_mean(compression, known)}")

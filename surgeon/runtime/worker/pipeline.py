@@ -165,7 +165,8 @@ class PipelineLeader(Leader):
         outputs = self.scheduler.sent(chunks)
         if drafting:
             for sequence, token in zip(drafting, self.engine.drafted(behind[places]), strict=True):
-                self.scheduler.add_draft(sequence, token)
+                sequence.tokens.append(token)
+                sequence.unverified += 1
         return outputs
 
     def _take_in(self) -> list[Output]:

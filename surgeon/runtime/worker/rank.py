@@ -96,9 +96,6 @@ class Rank:
         Args:
             connection: to the starting process.
             channel: the descriptors of rank 0's ends towards the others, or of this rank's one end.
-
-        Raises:
-            ValueError: if this machine has no GPU for it.
         """
         self.settings = settings
         self.rank = settings.rank
@@ -161,11 +158,7 @@ class Rank:
 
 
 def rank_device(settings: RankSettings) -> torch.device:
-    """What a rank computes on; on GPUs one of its own, or over gloo, which does not mind, one that ranks share.
-
-    Raises:
-        ValueError: if there is none for it.
-    """
+    """What a rank computes on; on GPUs one of its own, or over gloo, which does not mind, one that ranks share."""
     device = settings.options.device
     if device == "cpu":
         return torch.device("cpu")
@@ -230,13 +223,7 @@ def main() -> None:
 
 
 def be_rank(torchrun: TorchrunEnvironment) -> NoReturn:
-    """Join rank 0 and run what it sends, then end this process as rank 0 says: with code 0 if nothing has failed.
-
-    Raises:
-        TimeoutError, ConnectionError: if rank 0 is not found in time, or ends before it has started its ranks.
-        ValueError: if MASTER_ADDR is no address.
-        Exception: what fails in this rank, when rank 0 has been told.
-    """
+    """Join rank 0 and run what it sends, then end this process as rank 0 says: with code 0 if nothing has failed."""
     rank0 = find_rank0(torchrun)
     watcher = end_when_told(rank0.connect("lifeline"), torchrun)
     try:

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from surgeon.processes.children import LIKELY_MEMORY, Child
-from surgeon.processes.rendezvous import RankConnections, StoreAddress, rendezvous_at, say_why
+from surgeon.processes.rendezvous import Admitted, Purpose, StoreAddress, rendezvous_at, say_why
 from surgeon.processes.torchrun import RankLocation, TorchrunEnvironment, check_ranks, read_environment
 from surgeon.runtime.comm.shared_memory import create_memory
 from surgeon.runtime.worker.options import RankOptions
@@ -123,11 +123,10 @@ class StartedRank(RankProcess):
 class JoinedRank(RankProcess):
     """A process that torchrun has started, here or on another machine; it writes to a terminal or log of its own."""
 
-    def __init__(self, connections: RankConnections) -> None:
-        hello = connections.hello
-        super().__init__(hello.rank, hello.location, hello.pid, connections.commands, hello.host)
-        self.lag = connections.lag
-        self._lifeline = connections.lifeline
+    def __init__(self, admitted: Mapping[Purpose, Admitted]) -> None:
+        hello, connection, self.lag = admitted["commands"]
+        super().__init__(hello.rank, hello.location, hello.pid, connection, hello.host)
+        self._lifeline = admitted["lifeline"].connection
 
     def gone(self) -> RankFailed:
         who = f"rank {self.rank} ({self.process})"
@@ -168,11 +167,6 @@ class Ranks(AbstractContextManager["Ranks"]):
 
         Args:
             wait: until they have connected; if not, the first call does, and raises `RankFailed` if one cannot.
-
-        Raises:
-            ValueError: if torchrun has started another number of processes, or this is not the one with rank 0.
-            TimeoutError: if some of torchrun's processes do not join.
-            RankFailed: if a rank cannot start.
         """
         self.options = options
         ranks = options.ranks
@@ -203,7 +197,6 @@ class Ranks(AbstractContextManager["Ranks"]):
                 os.close(memory)
 
     def _connect(self) -> None:
-        """Wait until all have connected to each other, once."""
         if not self._connected:
             self._results(None)
             self._connected = True
@@ -230,12 +223,14 @@ class Ranks(AbstractContextManager["Ranks"]):
             )
         rendezvous = rendezvous_at(torchrun)
         arrived = rendezvous.accept()
-        channel = [connections.channel.fileno() for connections in arrived]
-        joined = [JoinedRank(connections) for connections in arrived]
+        channel = [admitted["channel"].connection for admitted in arrived]
+        joined = [JoinedRank(admitted) for admitted in arrived]
         self._processes += joined
-        self._processes.insert(0, StartedRank(0, rendezvous.location, Path(self._folder.name), channel))
-        for connections in arrived:
-            connections.channel.close()  # it is rank 0's now
+        self._processes.insert(
+            0, StartedRank(0, rendezvous.location, Path(self._folder.name), [one.fileno() for one in channel])
+        )
+        for connection in channel:
+            connection.close()  # it is rank 0's now
         return rendezvous.store
 
     @property
@@ -258,10 +253,6 @@ class Ranks(AbstractContextManager["Ranks"]):
 
         Returns:
             What it returned, by rank.
-
-        Raises:
-            ValueError: if it raised that on a rank.
-            RankFailed: if it raised anything else, or a rank's process ended. No rank is left running then.
         """
         message = function, arguments
         try:
@@ -274,11 +265,7 @@ class Ranks(AbstractContextManager["Ranks"]):
             raise
 
     def post(self, rank: int, message: Any) -> None:
-        """Send something to a rank that is in a call; it comes to the rank's `inbox`. From one thread at a time.
-
-        Raises:
-            OSError: if the rank is gone; the call says why.
-        """
+        """Send something to a rank that is in a call; it comes to the rank's `inbox`. From one thread at a time."""
         self._processes[rank].connection.send_bytes(pickle.dumps(message))
 
     def kill(self, reason: str | None = None) -> None:

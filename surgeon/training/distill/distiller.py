@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, count
 from typing import Any, NamedTuple
@@ -27,7 +27,8 @@ from surgeon.models.edited_layers import EditedLayers
 from surgeon.models.families import family_of
 from surgeon.models.weights.store import dense
 from surgeon.quality.head import OutputHead
-from surgeon.training.head_loss import HeadLoss, LogitsTask, TeacherStream, loss_at_head, next_tokens
+from surgeon.training.distill.teacher_logits import TeacherLogits
+from surgeon.training.head_loss import HeadLoss, LogitsTask, TeacherStream, TeacherTarget, loss_at_head, next_tokens
 from surgeon.training.packing import IGNORED
 from surgeon.training.texts import model_inputs
 
@@ -110,10 +111,10 @@ def shared_prefix(student: nn.Module, teacher: PreTrainedModel, program: Program
 
 
 @contextmanager
-def beginning_behind(model: PreTrainedModel, node: int, stream: Tensor) -> Iterator[None]:
-    """Inside, an edited model's passes begin behind a node, with this stream, (batch, tokens, hidden)."""
+def beginning_behind(model: PreTrainedModel, node: int, stream: Tensor | None) -> Iterator[None]:
+    """Inside, an edited model's passes begin behind a node, with this stream, (batch, tokens, hidden); None for not."""
     layers = edited_layers(model)
-    layers.begins = (node, stream)
+    layers.begins = None if stream is None else (node, stream)
     try:
         yield
     finally:
@@ -158,15 +159,19 @@ class Distillation:
         hidden: the weight of the relative error of the stream.
         text: the weight of the text's negative log-likelihood.
         temperature: that both models' logits are divided by for their divergence.
+        kept: how many of the original's logits are kept on disk for each token, in place of an original in memory;
+            None for the latter.
 
     Raises:
-        ValueError: if nothing is taken from the original, a weight is negative, or the temperature is not above 0.
+        ValueError: if nothing is taken from the original, a weight is negative, the temperature is not above 0, or
+            hidden streams are asked for where only logits are kept.
     """
 
     logits: float = 1.0
     hidden: float = 0.0
     text: float = 0.0
     temperature: float = 1.0
+    kept: int | None = None
 
     def __post_init__(self) -> None:
         for name in PARTS:
@@ -177,6 +182,12 @@ class Distillation:
             raise ValueError("distillation needs a weight above 0 for logits or hidden; without, train on text alone")
         if not (math.isfinite(self.temperature) and self.temperature > 0):
             raise ValueError(f"the temperature must be a number above 0, not {self.temperature}")
+        if self.kept is None:
+            return
+        if self.kept < 1:
+            raise ValueError(f"at least 1 of the original's logits has to be kept for each token, not {self.kept}")
+        if self.hidden:
+            raise ValueError("hidden streams need the original in memory; keep no logits on disk, or give hidden 0")
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -201,7 +212,7 @@ class TeacherOutput(NamedTuple):
         places: how many streams are compared, with those that are the student's own.
     """
 
-    target: TeacherStream | None
+    target: TeacherTarget | None
     streams: dict[int, Tensor]
     places: int = 0
 
@@ -218,32 +229,46 @@ class Distiller:
 
     Args:
         program: the student's, in the numbers of the original's layers.
-        teacher: the unedited original.
+        teacher: the unedited original; or its logits on disk.
 
     Raises:
-        ValueError: if the teacher runs an edited program.
+        ValueError: if the teacher runs an edited program, or the kept logits are not those that are asked for.
     """
 
-    def __init__(self, distillation: Distillation, program: Program, teacher: PreTrainedModel) -> None:
+    def __init__(self, distillation: Distillation, program: Program, teacher: PreTrainedModel | TeacherLogits) -> None:
         self.distillation = distillation
         self.program = program
-        self.teacher = teacher
+        self.teacher = teacher if isinstance(teacher, PreTrainedModel) else None
+        self.stored = teacher if isinstance(teacher, TeacherLogits) else None
         self.counterparts: tuple[Counterpart, ...] = ()
         self.shared = 0
-        own = require_unedited_teacher(teacher)
-        teacher.eval().requires_grad_(False)
-        if distillation.hidden:
-            self.counterparts = counterparts(program, len(own) // family_of(teacher.config).steps_per_layer)
-            self._edit_teacher()
+        if self.stored is not None:
+            for name in ("kept", "temperature"):
+                stored = getattr(self.stored.identity, name)
+                asked = getattr(distillation, name)
+                if stored != asked:
+                    raise ValueError(
+                        f"{self.stored.folder} was made with {name} {stored}, not {asked}; make the logits again"
+                    )
+        if self.teacher is not None:
+            if distillation.kept is not None:
+                raise ValueError("the distillation asks for kept logits; give a TeacherLogits in place of a model")
+            own = require_unedited_teacher(self.teacher)
+            self.teacher.eval().requires_grad_(False)
+            if distillation.hidden:
+                steps = family_of(self.teacher.config).steps_per_layer
+                self.counterparts = counterparts(program, len(own) // steps)
+                self._edit_teacher()
 
     def _edit_teacher(self) -> None:
-        if not isinstance(decoder_layers(self.teacher), EditedLayers):
+        if self.teacher is not None and not isinstance(decoder_layers(self.teacher), EditedLayers):
             edit(self.teacher, program_of(self.teacher))
 
     def share(self, student: nn.Module) -> None:
         """Let the teacher begin where a student, as it is and will be trained, leaves it (`shared_prefix`)."""
-        self._edit_teacher()
-        self.shared = shared_prefix(student, self.teacher, self.program)
+        if self.teacher is not None:
+            self._edit_teacher()
+            self.shared = shared_prefix(student, self.teacher, self.program)
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The loss of a micro-batch, a mean over its predicted tokens, and its parts.
@@ -251,7 +276,8 @@ class Distiller:
         Args:
             model: the student, or whatever wraps it (DDP, FSDP, peft); it is called once.
             batch: `input_ids` and `labels`, (windows, tokens), the latter -100 where nothing is predicted (a window's
-                first one is never predicted); `position_ids` of documents that are apart.
+                first one is never predicted); `position_ids` of documents that are apart; and `index`, (windows,),
+                which training windows these are, if logits are kept on disk.
 
         Returns:
             `loss`, with its gradient; and those of `logits` (times T^2), `hidden` and `text` that have a weight, each
@@ -263,20 +289,29 @@ class Distiller:
         windows = model_inputs(batch)
         labels = next_tokens(batch["labels"])
         nodes = [one.node for one in self.counterparts]
-        taught = list[TeacherOutput]()
+        taught: TeacherOutput | None = None
         with watched_streams(model, [*nodes, self.shared], len(self.program)) as streams:
 
             def task() -> LogitsTask:
-                begins: AbstractContextManager[None] = nullcontext()
-                if self.shared:
-                    begins = beginning_behind(self.teacher, self.shared, streams[self.shared].detach())
-                with begins:
-                    asked = ask_teacher(self.teacher, windows, self.counterparts, self.distillation, self.shared)
-                taught.append(asked)
-                return self.distillation.task(asked, labels)
+                nonlocal taught
+                taught = self._ask(batch, windows, streams)
+                return self.distillation.task(taught, labels)
 
             at_head = loss_at_head(model, windows, task)
-        return parts_of_loss(self.distillation, at_head, labels, streams, *taught)
+        assert taught is not None
+        return parts_of_loss(self.distillation, at_head, labels, streams, taught)
+
+    def _ask(
+        self, batch: Mapping[str, Tensor], windows: Mapping[str, Tensor], streams: Mapping[int, Tensor]
+    ) -> TeacherOutput:
+        """What the teacher says, or has said; from the student's stream on where it begins with that."""
+        if self.stored is not None:
+            return TeacherOutput(self.stored.read(batch["index"]), {})
+        assert self.teacher is not None
+        if not self.shared:
+            return ask_teacher(self.teacher, windows, self.counterparts, self.distillation)
+        with beginning_behind(self.teacher, self.shared, streams[self.shared].detach()):
+            return ask_teacher(self.teacher, windows, self.counterparts, self.distillation, self.shared)
 
 
 def require_unedited_teacher(teacher: PreTrainedModel) -> Program:

@@ -1,6 +1,6 @@
 """One rack's process: `python -m surgeon.training.racks.process RUN RACK --meet HOST:PORT`.
 
-The supervisor starts all of them. By hand, on several machines: a copy of RUN as it was
+The supervisor starts all of them, and again where one is killed. By hand, on several machines: a copy of RUN as it was
 prepared (racks.json, texts.arrow, texts.safetensors, start/) lies on each of them, and every rack gets the same
 address, of the machine of rack 0, at a port that is free there:
 
@@ -143,7 +143,7 @@ def agree(store: Store, run: Path, index: int, racks: int, first: bool, away: fl
     if first:
         if not all_done:
             (folder / RESULT_FILE).unlink(missing_ok=True)
-            common = max(set.intersection(*(set(steps) for _, steps in said)), default=0)
+            common = newest_common([steps for _, steps in said])
             for step, path in checkpoints_of(folder).items() if folder.is_dir() else ():
                 if step > common:
                     remove_checkpoint(path)
@@ -159,11 +159,21 @@ def _read(store: Store, key: str, rack: int, away: float) -> bytes:
         raise OSError(f"rack {rack} has not come within {away:g} s; start it, then the same command goes on") from None
 
 
+def common_step(folders: Sequence[Path]) -> int:
+    """The last step that all of these racks have a whole checkpoint of; 0, the beginning, where there is none."""
+    return newest_common([whole_checkpoints(folder) for folder in folders])
+
+
 def whole_checkpoints(folder: Path) -> list[int]:
     """The steps of a run's checkpoints that are whole."""
     if not folder.is_dir():
         return []
     return [step for step, path in checkpoints_of(folder).items() if fault_of(path) is None]
+
+
+def newest_common(steps: Sequence[Sequence[int]]) -> int:
+    """The last step that all have a checkpoint of; 0, the beginning, where there is none."""
+    return max(set.intersection(*map(set, steps)), default=0)
 
 
 def mean_of(codas: list[Tensor]) -> Tensor:

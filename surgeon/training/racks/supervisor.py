@@ -1,6 +1,8 @@
-"""All racks of a model trained at once, in processes that are started, watched, and gathered at the end.
+"""All racks of a model trained at once, in processes that are started, watched, started again, and gathered at the end.
 
-Where one of them ends all do, and say why; the same call goes on from the newest checkpoint that every rack has.
+Torchrun's elastic agent does not do this: it starts processes again after an error that comes again, gives up after so
+many starts however far the run has got, and leaves processes behind when it is killed. Here all racks are started again
+where a process of one was killed, as often as they get further in between.
 
 One rack is one process, or several that train together. These find each other as the processes of torchrun do: by a
 store, which the supervisor holds, and by variables in the environment.
@@ -11,9 +13,11 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from accelerate import PartialState
@@ -31,7 +35,7 @@ from surgeon.training.checkpoints import OTHERS_ENDED
 from surgeon.training.held_out import HeldOutQuality
 from surgeon.training.racks.build import rack_of
 from surgeon.training.racks.model import save_rack
-from surgeon.training.racks.process import DIVERGED
+from surgeon.training.racks.process import DIVERGED, common_step
 from surgeon.training.racks.run_files import (
     LOG_FILE,
     PLAN_FILE,
@@ -113,6 +117,7 @@ _HOST = "127.0.0.1"
 _OTHERS_SECONDS = 1.0  # within which those that end because another one did can be told from that one
 _LOOK_SECONDS = 0.1
 _PROGRESS_SECONDS = 1.0
+_VAIN_STARTS = 3  # in a row that end before another checkpoint
 
 
 class RackFailed(ChildProcessError):
@@ -122,7 +127,8 @@ class RackFailed(ChildProcessError):
 def train_in_processes(asked: RacksToTrain, options: ProcessOptions | None = None) -> RacksTrained:
     """Train all racks of a model at once, each in a process of its own, which send each other their streams.
 
-    Killed, the same call goes on. Without averaging the numbers are those of `train_in_turn`, bit for bit; with several
+    Where a process is killed all racks go on from the newest checkpoint that each of them has. Killed as a whole, the
+    same call goes on. Without averaging the numbers are those of `train_in_turn`, bit for bit; with several
     processes for each rack, which share its batches, up to rounding. The run's files are described in `run_files`.
 
     Raises:
@@ -156,6 +162,14 @@ def train_in_processes(asked: RacksToTrain, options: ProcessOptions | None = Non
     return replace(found, results=(*found.results[:-1], last))
 
 
+class _End(NamedTuple):
+    """How a process has ended that took the others with it: its rack's exit code (negative for a signal), its words."""
+
+    who: str
+    code: int
+    said: str = ""
+
+
 class _Processes:
     """The processes of all racks, from one start to their end."""
 
@@ -184,37 +198,38 @@ class _Processes:
     def _log(self, rack: int, replica: int) -> Path:
         return rack_folder(self.run, rack, replica) / LOG_FILE
 
-    def look(self) -> bool:
-        """Whether all are done.
-
-        Raises:
-            RackFailed, Diverged: if one has failed.
-        """
+    def look(self) -> _End | None:
+        """How they have ended; None as long as they go on. When one has failed, all are ended."""
         codes = [child.poll() for child in self.children.values()]
-        if not any(codes):
-            return None not in codes
-        until = time.monotonic() + _OTHERS_SECONDS
-        while (reason := self._reason()) is None and time.monotonic() < until:
-            time.sleep(_OTHERS_SECONDS / 20)
-        raise reason or RackFailed(OTHERS_ENDED)
+        if None in codes and not any(codes):
+            return None
+        end = _End("", 0)
+        if any(codes):
+            until = time.monotonic() + _OTHERS_SECONDS
+            while (reason := self._reason()) is None and time.monotonic() < until:
+                time.sleep(_OTHERS_SECONDS / 20)
+            failed = next(which for which, child in self.children.items() if child.poll())
+            end = reason or self._end_of(*failed)
+        self.end()
+        return end
 
-    def _reason(self) -> Exception | None:
-        """What ended one that did not end because of another; a signal comes before an error."""
+    def _reason(self) -> _End | None:
+        """The end of the one that did not end because of another; a signal comes before an error."""
         failed = sorted((code, *which) for which, child in self.children.items() if (code := child.poll()))
-        for code, rack, replica in failed:
-            child = self.children[rack, replica]
-            who = f"rack {rack}"
-            if (rack, 1) in self.children:
-                who += f", process {replica}"
-            said = f"{who} {child.ending()} (see {self._log(rack, replica)})"
-            if code < 0:
-                memory = LIKELY_MEMORY if code == -signal.SIGKILL else ""
-                return RackFailed(f"{said}{memory}; the same command goes on from the checkpoint that all racks have")
-            lines = reversed(child.said().splitlines())
-            said = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), said)
-            if not said.endswith(OTHERS_ENDED):
-                return Diverged(said) if code == DIVERGED else RackFailed(said)
-        return None
+        ends = (self._end_of(rack, replica) for _, rack, replica in failed)
+        return next((end for end in ends if not end.said.endswith(OTHERS_ENDED)), None)
+
+    def _end_of(self, rack: int, replica: int) -> _End:
+        child = self.children[rack, replica]
+        code = child.wait()
+        who = f"rack {rack}"
+        if (rack, 1) in self.children:
+            who += f", process {replica}"
+        if code < 0:
+            return _End(who, code)
+        said = f"{who} {child.ending()} (see {self._log(rack, replica)})"
+        errors = (line.removeprefix("error: ") for line in reversed(child.said().splitlines()) if line[:7] == "error: ")
+        return _End(who, code, next(errors, said))
 
     def end(self) -> None:
         """Have them end at once, and wait until they have."""
@@ -225,7 +240,7 @@ class _Processes:
 
 
 def _work(run: Path, plan: RacksPlan, steps: int) -> None:
-    """Start all racks, and wait until all are done."""
+    """Start all racks, as often as it takes, and wait until all are done."""
     folders = [rack_folder(run, index) for index in range(plan.racks)]
 
     def rows(table: str) -> list[dict[str, str]]:
@@ -246,17 +261,40 @@ def _work(run: Path, plan: RacksPlan, steps: int) -> None:
 
     shown = made()
     looked = 0.0
+    starts_in_vain = 0
+    saved = common_step(folders)
     processes = _Processes(run, plan)
     try:
         with progress("racks", steps * plan.racks, "steps", shown, note) as advance:
-            done = False
-            while not done:
-                done = processes.look()
-                if done or time.monotonic() - looked > _PROGRESS_SECONDS:
+            while (end := processes.look()) is None or end.code:
+                if end is not None:
+                    before = saved
+                    saved = common_step(folders)
+                    starts_in_vain = 1 if saved > before else starts_in_vain + 1
+                    _require_signal(end, starts_in_vain, saved)
+                    processes = _Processes(run, plan)
+                if time.monotonic() - looked > _PROGRESS_SECONDS:
                     looked = time.monotonic()
                     now = made()
-                    advance(max(0, now - shown))  # racks that go on repeat some steps
+                    advance(max(0, now - shown))  # racks that are started again repeat some steps
                     shown = max(shown, now)
                 time.sleep(_LOOK_SECONDS)
+            advance(max(0, made() - shown))
     finally:  # what racks have not kept they make again
         processes.end()
+
+
+def _require_signal(end: _End, starts_in_vain: int, saved: int) -> None:
+    """Say that the racks go on where one was ended by a signal; an error is the run's, and so are signals in vain."""
+    if end.code == DIVERGED:
+        raise Diverged(end.said)
+    if end.code > 0:
+        raise RackFailed(end.said)
+    name = signal.Signals(-end.code).name
+    if starts_in_vain > _VAIN_STARTS:
+        raise RackFailed(
+            f"{end.who} was ended by {name}: {starts_in_vain} starts did not get further than step {saved}"
+            + (LIKELY_MEMORY if name == "SIGKILL" else "")
+            + "; mend that, and the same command goes on"
+        )
+    print(f"{end.who} was ended by {name}; all racks go on from step {saved}", file=sys.stderr, flush=True)

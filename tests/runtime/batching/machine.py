@@ -55,7 +55,6 @@ class Machine:
     block_tokens: int = 4
     max_batch: int = 4
     pass_tokens: int = 16
-    max_waiting: int = 64
     draft_tokens: int = 0
     windows: Windows = (None,)
     share: float = 1.0  # of their limits, that texts are expected to come to at first
@@ -66,8 +65,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.blocks, self.block_tokens, self.windows)
-        waiting, ends = self.max_waiting, (END,)
-        limits = Limits(self.max_batch, 1000, waiting, self.pass_tokens, ends, self.draft_tokens, self.share)
+        limits = Limits(self.max_batch, 1000, self.pass_tokens, (END,), self.draft_tokens, self.share)
         self.scheduler = Scheduler(self.pool, limits, self.catches_up)
         self.cache: list[int | None] = [None] * (self.blocks * self.block_tokens)
         self.drafts_own = list(self.cache)

@@ -88,9 +88,9 @@ def test_two_who_compute_the_same_keep_one_chain() -> None:
     assert shared(pool, tokens) == [own(first)[0], own(second)[1]]
     pool.close(second)
     assert pool.free == 16 - 3
-    assert pool.idle == 1
+    assert len(pool._idle) == 1
     pool.close(first)
-    assert (pool.free, pool.idle) == (16, 2)
+    assert (pool.free, len(pool._idle)) == (16, 2)
 
 
 def test_the_least_recently_used_go_first_and_the_end_before_the_beginning() -> None:
@@ -98,7 +98,7 @@ def test_the_least_recently_used_go_first_and_the_end_before_the_beginning() -> 
     old, new = list(range(8)), list(range(10, 18))
     for tokens in (old, new):
         pool.close(opened(pool, tokens))
-    assert (pool.free, pool.idle) == (6, 4)
+    assert (pool.free, len(pool._idle)) == (6, 4)
     empty(pool, 3)  # two empty ones and one more
     assert shared(pool, [*old, 0]) == shared(pool, old[:5])
     assert len(shared(pool, old)) == 1
@@ -116,21 +116,21 @@ def test_what_is_forgotten_is_shared_with_nobody_new() -> None:
     second = opened(pool, tokens)
     pool.forget(second)
     pool.close(second)
-    assert (shared(pool, tokens), pool.free, pool.idle) == ([], 3, 0)
+    assert (shared(pool, tokens), pool.free, len(pool._idle)) == ([], 3, 0)
     pool.close(first)
-    assert (pool.free, pool.idle) == (6, 0)
+    assert (pool.free, len(pool._idle)) == (6, 0)
 
 
 def test_what_a_window_has_left_is_forgotten_too() -> None:
     pool = BlockPool(6, 4, (2,))
     tokens = list(range(12))
     held = opened(pool, tokens)
-    assert (held.tables[0].gone, pool.idle) == (2, 2)
+    assert (held.tables[0].gone, len(pool._idle)) == (2, 2)
     pool.forget(held)
-    assert (pool.free, pool.idle) == (5, 0)
+    assert (pool.free, len(pool._idle)) == (5, 0)
     pool.close(held)
     assert pool.match([*tokens, 0]).blocks == 0
-    assert (pool.free, pool.idle, len(pool._prefixes)) == (6, 0, 0)
+    assert (pool.free, len(pool._idle), len(pool._prefixes._keys)) == (6, 0, 0)
 
 
 def test_used_again_means_recently_used() -> None:
@@ -161,7 +161,7 @@ def test_a_window_shares_the_last_blocks_of_a_prefix() -> None:
     pool = BlockPool(8, 4, (6,))
     tokens = list(range(24))
     held = opened(pool, [*tokens, 0])
-    assert (held.tables[0].gone, len(own(held)), pool.idle) == (5, 2, 5)
+    assert (held.tables[0].gone, len(own(held)), len(pool._idle)) == (5, 2, 5)
     pool.close(held)
     empty(pool, 6)  # two empty ones, and the first four known ones
     found = pool.match([*tokens, 1])

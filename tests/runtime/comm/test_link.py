@@ -28,10 +28,10 @@ class Echo(Collectives):
     def _connect(self, group: Group) -> Collectives:
         return Echo(self.rank, group)
 
-    def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def _all_reduce(self, tensor: Tensor, _: bool) -> Callable[[], Tensor]:
         return lambda: tensor * len(self.group)
 
-    def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def _all_gather(self, tensor: Tensor, _: bool) -> Callable[[], Tensor]:
         return lambda: torch.stack([tensor] * len(self.group))
 
 

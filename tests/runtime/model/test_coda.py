@@ -70,7 +70,6 @@ def run(
 ) -> tuple[dict[int, list[int]], Tally]:
     """The tokens of requests that are worked on together, and what the scheduler has done."""
     limits = Limits(max_batch, 100, pass_tokens=pass_tokens, draft_tokens=drafts, expected_share=0, **ways)
-    limits = replace(limits, max_waiting=len(requests))
     leader = Leader(engine, engine.new_cache(blocks, grouped=True), blocks, limits, Sender(()))
     for request in requests:
         leader.submit(request)

@@ -122,7 +122,8 @@ def test_a_sequence_in_one_run_is_read_where_it_lies(
     cache = PagedCache([2], BLOCKS, HEAD_DIM, torch.empty(0))
     cache.stored.zero_()
     layout = PagedLayout([Row(20, [0], (runs,), Wanted.BEST)], cache)
-    keys, _ = layout._parts[0]._sequences[0].read(0, None if last is None else Window(last))
+    first = 0 if last is None else Window(last).first(21)
+    keys, _ = layout._parts[0].texts[0].read_from(0, first)
     assert keys.shape == (1, 2, seen, HEAD_DIM)
     assert keys.untyped_storage().data_ptr() == cache.stored.untyped_storage().data_ptr()
     assert keys.data_ptr() == cache.slots[0][0][:, place].data_ptr()
@@ -130,7 +131,7 @@ def test_a_sequence_in_one_run_is_read_where_it_lies(
 
 def test_a_rank_without_attentions() -> None:
     cache = PagedCache([], 2, HEAD_DIM, torch.empty(0))
-    assert cache.nbytes == 0
+    assert cache.stored.nbytes == 0
     rows = [Row(0, [1, 2], ([(0, 1)],), Wanted.BEST), Row(3, [1], ([(1, 1)],), Wanted.BEST)]
     assert PagedLayout(rows, cache).positions.tolist() == [0, 1, 3]
     assert asked_of(rows).places == [1, 2]

@@ -63,14 +63,6 @@ def test_what_packing_fills_up() -> None:
         assert laid_out(torch.randn(outputs, 9)).weight.numel() == filled * 9
 
 
-def test_onednn_packs_what_it_fills_up_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functions, "kernels", lambda: None)
-    for shape in [(1000, 500), (320, 128), (64, 16)]:
-        assert packed(torch.zeros(shape)) == ON_X86, shape
-    for shape in [(70, 33), (1, 5000), (0, 16), (64, 0)]:
-        assert not packed(torch.zeros(shape)), shape
-
-
 def test_a_row_of_a_wider_tensor() -> None:
     """Slices and columns of other tensors give what copies of them give."""
     weight, wide = torch.randn(64, 32), torch.randn(5, 96)

@@ -51,11 +51,11 @@ class Wire(Collectives):
     def _connect(self, group: Any) -> Collectives:
         raise AssertionError(f"everybody shares every sublayer, not {group}")
 
-    def _all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def _all_reduce(self, tensor: Tensor, _: bool) -> Callable[[], Tensor]:
         self.values += 2 * tensor.numel()
         return lambda: tensor
 
-    def _all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def _all_gather(self, tensor: Tensor, _: bool) -> Callable[[], Tensor]:
         self.values += len(self.group) * tensor.numel()
         return lambda: tensor.expand(len(self.group), *tensor.shape)
 

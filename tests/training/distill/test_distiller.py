@@ -16,7 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 import surgeon
 from surgeon.language.program import Program
 from surgeon.models.families import family_of
+from surgeon.quality.data import Windows
 from surgeon.training.distill.distiller import Distillation, Distiller, counterparts, watched_streams
+from surgeon.training.distill.teacher_logits import TeacherIdentity, keep_logits
+from surgeon.training.texts import TrainingText
 from tests.tiny_models import VOCABULARY, tiny_model
 
 PAIRS = "A0 F0 [A1 A2] [F1 F2] A3 F3"
@@ -257,6 +260,29 @@ def test_through_adapters() -> None:
     assert sum(float(slope.abs().sum()) for slope in slopes.values()) > 0
 
 
+def test_logits_from_disk(tmp_path: Path) -> None:
+    """With the whole vocabulary kept it is the same as with a live teacher."""
+    student, teacher = pair_of()
+    batch = batch_of()
+    settings = Distillation(temperature=2, text=0.5, kept=VOCABULARY)
+    live = Distiller(Distillation(temperature=2, text=0.5), surgeon.program_of(student), teacher)
+    identity = TeacherIdentity("0" * 64, "float32", "d" * 64, *batch["input_ids"].shape, VOCABULARY, 2.0)
+    kept = keep_logits(teacher, TrainingText.of(Windows(batch["input_ids"], "", "")), tmp_path, identity)
+    distiller = Distiller(settings, surgeon.program_of(student), kept)
+    for some in (slice(0, 4), slice(2, 3)):
+        wanted = live.loss(student, rows(batch, some))
+        slopes = gradients(student, wanted["loss"])
+        found = distiller.loss(student, rows(batch, some))
+        assert_close(found, wanted)
+        assert_close(gradients(student, found["loss"]), slopes)
+    with pytest.raises(ValueError, match="was made with temperature 2.0, not 1.0"):
+        Distiller(Distillation(kept=VOCABULARY), surgeon.program_of(student), kept)
+    with pytest.raises(ValueError, match="asks for kept logits; give a TeacherLogits"):
+        Distiller(settings, surgeon.program_of(student), teacher)
+    with pytest.raises(ValueError, match="was made with kept 97, not None"):
+        Distiller(Distillation(temperature=2), surgeon.program_of(student), kept)
+
+
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
@@ -264,6 +290,8 @@ def test_through_adapters() -> None:
         ({"text": -1}, "the weight of text must be a number from 0 on, not -1"),
         ({"hidden": float("nan")}, "the weight of hidden must be a number"),
         ({"temperature": 0}, "temperature must be a number above 0, not 0"),
+        ({"kept": 0}, "at least 1 of the original's logits"),
+        ({"kept": 5, "hidden": 1}, "hidden streams need the original in memory"),
     ],
 )
 def test_settings_that_make_no_sense(given: dict[str, Any], reason: str) -> None:
