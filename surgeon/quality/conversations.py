@@ -26,7 +26,7 @@ from surgeon.checkpoint.messages import REFUSALS, Message, differs, plain_messag
 from surgeon.errors import first_line, shown
 from surgeon.quality.sources import open_rows
 from surgeon.quality.tables import Row
-from surgeon.quality.text_files import Reading, lone_surrogate
+from surgeon.quality.text_files import Reading, require_utf8
 from surgeon.words import plural
 
 _COLUMNS = (("messages",), ("conversations",), ("prompt", "completion"), ("prompt", "chosen"))
@@ -217,7 +217,7 @@ class ConversationTokenizer:
         if not (completion or "").strip():
             return ConversationTokens(left_out={"rows_without_answer": 1})
         eos = self.tokenizer.eos_token or ""
-        text = _checked(f"{prompt}{str(completion).removesuffix(eos)}{eos}", where)
+        text = require_utf8(f"{prompt}{str(completion).removesuffix(eos)}{eos}", where)
         sizes = {"answer_characters": len(text) - len(prompt)}
         coded = self.tokenizer(text, return_offsets_mapping=True)
         if len(coded["input_ids"]) > self.longest:
@@ -307,7 +307,7 @@ class _Chat:
         if (count, asks) not in self._texts:
             with self._rendering(count):
                 text = self._write(self.messages[:count], add_generation_prompt=asks)
-            self._texts[count, asks] = _checked(text, self.where)
+            self._texts[count, asks] = require_utf8(text, self.where)
         return self._texts[count, asks]
 
     def _tokens(self, count: int) -> Any:
@@ -420,9 +420,3 @@ def _tools(row: Row, where: str) -> list[Any] | None:
     if not isinstance(found or [], list):
         raise ValueError(f"{where}: column 'tools' should hold a list, not {shown(found)}; mend this row")
     return found or None
-
-
-def _checked(text: str, where: str) -> str:
-    if (surrogate := lone_surrogate(text)) is not None:
-        raise ValueError(f"{where} is not text in UTF-8 ({surrogate}); mend this row")
-    return text

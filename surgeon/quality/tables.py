@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from surgeon.errors import first_line, shown
-from surgeon.quality.text_files import Reading, ending, is_packed, lone_surrogate, read_json_lines
+from surgeon.quality.text_files import Reading, ending, is_packed, read_json_lines, require_utf8
 
 JSON_LINES = (".jsonl", ".json", ".ndjson")
 PARQUET = ".parquet"
@@ -201,6 +201,4 @@ def _choose_column(place: str, names: list[str], source: str, with_chats: Iterab
 def _checked(value: Any, where: str, column: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{where}: column {column!r} should hold text, not {shown(value)}; say another one if need be")
-    if (surrogate := lone_surrogate(value)) is not None:
-        raise ValueError(f"{where}: column {column!r} is not text in UTF-8 ({surrogate}); mend this row")
-    return value
+    return require_utf8(value, f"{where}: column {column!r}")

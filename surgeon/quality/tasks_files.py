@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from surgeon.errors import shown
-from surgeon.quality.text_files import lone_surrogate, read_json_lines
+from surgeon.quality.text_files import read_json_lines, require_utf8
 
 Row = dict[str, Any]
 
@@ -93,9 +93,7 @@ def _number(row: Row, where: str) -> Row:
 def _text(value: Any, key: str, where: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{where}: {key} must be text with something in it, not {shown(value)}")
-    if (surrogate := lone_surrogate(value)) is not None:
-        raise ValueError(f"{where}: {key} is not text in UTF-8 ({surrogate}); mend this row")
-    return value
+    return require_utf8(value, f"{where}: {key}")
 
 
 def _texts(value: Any, key: str, where: str) -> list[str]:

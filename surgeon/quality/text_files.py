@@ -109,16 +109,18 @@ def is_packed(path: Path) -> bool:
     return path.suffix.lower() == PACKED
 
 
-def lone_surrogate(text: str) -> str | None:
-    """Which half of a character makes that a text cannot be written in UTF-8, in words; None if it can.
+def require_utf8(text: str, where: str) -> str:
+    """Refuse a text that cannot be written in UTF-8; JSON may spell halves of characters out, as UTF-16 has them.
 
-    JSON may spell such halves out, as programs do that cut texts in UTF-16.
+    Raises:
+        ValueError: saying where it stands.
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        return f"a lone surrogate, U+{ord(text[error.start]):04X}, at character {error.start}"
-    return None
+        half = f"a lone surrogate, U+{ord(text[error.start]):04X}, at character {error.start}"
+        raise ValueError(f"{where} is not text in UTF-8 ({half}); mend this row") from None
+    return text
 
 
 @contextmanager
