@@ -98,7 +98,7 @@ def loss_chart(training: pd.DataFrame) -> Chart:
         for place, (name, words) in enumerate(parts.items()):
             label = ""
             if not few:
-                label = f"{words}, mean of {_span(training)} rows"
+                label = f"{words}, mean of {math.ceil(len(training) / _MEANS)} rows"
             elif len(parts) > 1:
                 label = words
             points(axes, drawn["step"], drawn[name], _tips(drawn, name, words), place, label, marks=few)
@@ -174,13 +174,9 @@ def _tips(training: pd.DataFrame, column: str, words: str) -> list[str]:
     return [f"step {step:g}: {words} {number(value)}" for step, value in rows]
 
 
-def _span(training: pd.DataFrame) -> int:
-    return math.ceil(len(training) / _MEANS)
-
-
 def _means(training: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
     """Means of neighbouring rows, at the last one's step."""
-    parts = pd.Series(range(len(training)), index=training.index) // _span(training)
+    parts = pd.Series(range(len(training)), index=training.index) // math.ceil(len(training) / _MEANS)
     return training.groupby(parts).agg({"step": "last", **dict.fromkeys(columns, "mean")})
 
 
