@@ -10,7 +10,8 @@ from typing import Any, Self
 
 from surgeon.findings.blocks import Block, Code, Finding, Paragraph, Table
 from surgeon.findings.drawing import Picture
-from surgeon.findings.training import TrainingRun, duration, held_out_charts, settings_table, trained_on
+from surgeon.findings.training import TrainingRun, held_out_charts, settings_table, trained_on
+from surgeon.progress import clock
 from surgeon.quality.summary import Quality
 from surgeon.words import NO_VALUE, interval, listed, number, plural
 
@@ -161,7 +162,7 @@ class HealRun(TrainingRun):
         edited = healing.edited
         healed = healing.healed
         steps = plural(int(record["steps"]), "step")
-        time = duration(float(record["seconds"]))
+        time = clock(float(record["seconds"]))
         text = (
             f"{steps} of training ({int(record['tokens']):,} tokens, {time}) brought the edited model's perplexity "
             f"from {number(edited.perplexity)} to {number(healed.perplexity)}"

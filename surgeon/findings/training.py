@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from surgeon.findings.blocks import Table
 from surgeon.findings.drawing import Chart, points, rule, scale
 from surgeon.findings.result import RunResult, TableFile
+from surgeon.progress import clock
 from surgeon.words import known, number, plural
 
 _INTERVALS = tuple(f"{name}_{end}" for name in ("perplexity", "divergence") for end in ("low", "high"))
@@ -205,15 +206,7 @@ def trained_on(record: dict[str, Any]) -> str:
     text = f"{plural(int(record['steps']), 'step')} on {int(record['tokens']):,} tokens"
     if record.get("data"):
         text += f" of {record['data']}"
-    return f"{text} in {duration(float(record['seconds']))}"
-
-
-def duration(seconds: float) -> str:
-    """A time as people say it: 42 s, 3.5 min, 2.1 h."""
-    for unit, size in (("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} s"
+    return f"{text} in {clock(float(record['seconds']))}"
 
 
 def _flat(settings: dict[str, Any], before: str = "") -> Iterator[tuple[str, str]]:

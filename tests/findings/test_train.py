@@ -19,7 +19,7 @@ def test_one_run(tmp_path: Path) -> None:
     assert "models from scratch on demo:train" in text
     assert (
         "A model of 1,234,567 parameters (llama) with random weights was trained for 40 steps on 40,960 tokens of "
-        "demo:train in 60 s. Before and after, 4,000 held-out tokens were predicted (demo)." in text
+        "demo:train in 1:00. Before and after, 4,000 held-out tokens were predicted (demo)." in text
     )
     assert re.search(r"untrained ?7\.000 ?1,097 ?987\.0 to ", text)
     assert re.search(r"trained ?3\.000 ?20\.09 ?18\.08 to 22\.09", text)
