@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,32 +28,6 @@ class Companions:
     folder: Path
     files: dict[str, Path]
     left: dict[str, str]
-
-    def without_tokenizer(self) -> Companions:
-        """For a model that is given another tokenizer."""
-        kept = {name: path for name, path in self.files.items() if kind_of(name) is not FileKind.TOKENIZER}
-        return replace(self, files=kept)
-
-    def over(self, other: Companions) -> Companions:
-        """These with those of another folder in the places that they leave; that one is the model's."""
-        return replace(
-            other,
-            files=other.files | self.files,
-        )
-
-    @property
-    def size(self) -> int:
-        """In bytes."""
-        return sum(path.stat().st_size for path in self.files.values())
-
-    def copy_to(self, folder: Path) -> None:
-        """Write them into a folder, links as the files that they lead to."""
-        for name, path in self.files.items():
-            (folder / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, folder / name)
-
-    def to_json(self) -> dict[str, Any]:
-        return {"carried": sorted(self.files), "left_behind": self.left}
 
 
 def companions_of(folder: Path, own: Collection[str]) -> Companions:

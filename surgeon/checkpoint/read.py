@@ -290,16 +290,6 @@ class Checkpoint(TensorFiles):
             return [*self.quantised[name].parts.values()]
         return [name]
 
-    @property
-    def biases_beside(self) -> list[str]:
-        """The biases of quantised matrices whose software writes them where an architecture has none, too."""
-        of_modules = (
-            f"{name.removesuffix(one.scheme.stands_for)}.bias"
-            for name, one in self.quantised.items()
-            if one.scheme.writes_biases
-        )
-        return [name for name in of_modules if name in self]
-
     def without(self, names: Iterable[str]) -> None:
         """Know these tensors no more."""
         for name in names:

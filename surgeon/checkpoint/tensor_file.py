@@ -124,7 +124,7 @@ class Derived:
 
 
 class TensorFiles:
-    """Some files' tensors by name; which files, a subclass says.
+    """Some files' tensors by name: of those that are given, or that a subclass finds.
 
     Files are opened anew whenever something is read: one that stays open keeps all that was ever read of it in memory.
 
@@ -133,14 +133,16 @@ class TensorFiles:
         files: the file that holds each tensor, by tensor name.
     """
 
-    where: str
     needed_by = "its architecture"  # what a missing tensor is missing for
 
-    def __init__(self) -> None:
+    def __init__(self, *paths: Path) -> None:
+        self.where = str(paths[0]) if paths else ""
         self.files: dict[str, Path] = {}
         self._entries: dict[str, Entry] = {}
         self._stored_names: dict[str, str] = {}  # what the files call those that are renamed
         self._derived: dict[str, Derived] = {}  # those that no file has as they are
+        for path in paths:
+            self._add(path)
 
     def _add(self, path: Path, expected: Collection[str] = ()) -> None:
         """Take in one file's tensors, those too that nobody expects: whatever loads the file, loads them."""
@@ -262,20 +264,6 @@ class TensorFiles:
         with path.open("rb", buffering=0) as file:
             file.seek(entry.begin)
             yield from blocks_of(file, entry.end - entry.begin, path)
-
-
-class TensorFile(TensorFiles):
-    """One file that belongs to no index: what lies beside a checkpoint.
-
-    Raises:
-        ValueError: if the file is damaged.
-        OSError: if it cannot be read.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.where = str(path)
-        self._add(path)
 
 
 def blocks_of(file: FileIO, size: int, path: Path) -> Iterator[memoryview]:

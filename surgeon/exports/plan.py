@@ -105,7 +105,8 @@ class ExportPlan:
         """Room that the checkpoint takes on the disk, and the factors that are made for it, in float32 at least."""
         made = [tensor for tensor in self.tensors if self.makes_factors and tensor.name.endswith(FACTOR_ENDINGS)]
         factors = sum(torch.Size(tensor.shape).numel() * max(4, tensor.dtype.itemsize) for tensor in made)
-        return self.weight_bytes + factors + self.companions.size + JSON_ALLOWANCE
+        beside = sum(path.stat().st_size for path in self.companions.files.values())
+        return self.weight_bytes + factors + beside + JSON_ALLOWANCE
 
     @property
     def has_factors(self) -> bool:

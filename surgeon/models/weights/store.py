@@ -6,7 +6,7 @@ A checkpoint's folder (`surgeon.checkpoint.read.Checkpoint`) is another. Shapes 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -40,19 +40,12 @@ class Store(Protocol):
         return self.tensor(name).narrow(dim, first, end - first)
 
 
-class Compact(Tensor):
-    """A matrix that a module holds in another way than as its numbers."""
-
-    def numbers(self) -> Tensor:
-        """What it stands for, in memory of its own."""
-        raise NotImplementedError
-
-
-def dense(tensor: Tensor) -> Tensor:
-    """A tensor whose numbers are in memory: of a packed one these, any other as it is."""
-    if isinstance(tensor, Compact):
-        return tensor.numbers()
-    return tensor
+def dense(tensor: Any) -> Tensor:
+    """A tensor whose numbers are in memory: of a `PackedTensor` these, any other as it is."""
+    found: Tensor = tensor
+    if hasattr(tensor, "numbers"):
+        found = tensor.numbers()
+    return found
 
 
 class NamedTensors(Store):
