@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from surgeon.findings.blocks import Block, Code, Finding, Paragraph, Table
 from surgeon.findings.drawing import Picture
-from surgeon.findings.training import TrainingRun, held_out_charts, settings_table, trained_on
+from surgeon.findings.training import TrainingRun, held_out_charts, trained_on
 from surgeon.progress import clock
 from surgeon.quality.summary import Quality
 from surgeon.words import NO_VALUE, interval, listed, number, plural
@@ -115,7 +115,6 @@ class HealRun(TrainingRun):
         marked = frozenset((len(rows) - 1, column) for column, share in zip((3, 6), back, strict=True) if share)
         yield Table("Before and after", ["", *_HEAD], rows, _NOTE if any(back) else _UNKNOWN, marked=marked)
         yield Picture(list(self.charts()))
-        yield from settings_table(record.get("settings"))
         if record.get("program"):
             yield Code("The program that was healed", str(record["program"]))
         if record.get("recipe"):

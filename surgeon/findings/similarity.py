@@ -113,10 +113,8 @@ class Similarity(RunResult):
 
 
 def _chart(layers: pd.DataFrame, measures: Mapping[str, tuple[str, int]], y: str, title: str, caption: str) -> Chart:
-    rows = [[str(int(row["layer"])), *(number(row[name]) for name in measures)] for _, row in layers.iterrows()]
-    table = Table(f"{title}: values", ["layer", *(words for words, _ in measures.values())], rows, folded=True)
     named = (f"layer {layer}" for layer in layers["layer"])
-    return columns_chart(layers, measures, named, (title, "layer", y), caption, measures is SIZES, table)
+    return columns_chart(layers, measures, named, (title, "layer", y), caption, measures is SIZES)
 
 
 def _distances(table: pd.DataFrame) -> Map:

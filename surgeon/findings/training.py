@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import pandas as pd
 from matplotlib.axes import Axes
 
-from surgeon.findings.blocks import Table
 from surgeon.findings.drawing import Chart, points, rule, scale
 from surgeon.findings.result import RunResult, TableFile
 from surgeon.progress import clock
@@ -194,34 +193,9 @@ def _value_axis(axes: Axes, values: Sequence[float], log_from: float = _WIDE, ze
     scale(axes, "y", finite, log, zero=zero and not log)
 
 
-def settings_table(settings: Any) -> Iterator[Table]:
-    """How a run was made; nothing where that is not known."""
-    rows = [[name, text] for name, text in _flat(settings or {})]
-    if rows:
-        yield Table("Settings", ["", ""], rows, left=frozenset({1}))
-
-
 def trained_on(record: dict[str, Any]) -> str:
     """Say how much a run trained, on which text and how long."""
     text = f"{plural(int(record['steps']), 'step')} on {int(record['tokens']):,} tokens"
     if record.get("data"):
         text += f" of {record['data']}"
     return f"{text} in {clock(float(record['seconds']))}"
-
-
-def _flat(settings: dict[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
-    """Settings by name, those inside others behind their names; what is not set is left out."""
-    for name, value in settings.items():
-        text = str(value)
-        if isinstance(value, dict):
-            yield from _flat(value, f"{before}{name}.")
-            continue
-        if value is None or value == []:
-            continue
-        if isinstance(value, bool):
-            text = {True: "yes", False: "no"}[value]
-        elif isinstance(value, float) and math.isfinite(value):
-            text = number(value, 3)
-        elif isinstance(value, list):
-            text = ", ".join(map(str, value))
-        yield f"{before}{name}".replace("_", " "), text

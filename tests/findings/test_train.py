@@ -27,7 +27,6 @@ def test_one_run(tmp_path: Path) -> None:
     assert "Step 0 is the model with random weights" in text
     assert "edited" not in text
     assert "No scan" not in text, "nothing of surgery is missed"
-    assert "weight decay" in text
     assert "model_type: llama" in text
     assert "side by side" not in text
 
