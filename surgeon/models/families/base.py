@@ -51,14 +51,6 @@ def _none(_: Any) -> None:
     return None
 
 
-def _never(_: Any) -> bool:
-    return False
-
-
-def _as_it_is(family: Family, _: Any) -> Family:
-    return family
-
-
 @dataclass(frozen=True)
 class Family:
     """One architecture.
@@ -185,13 +177,13 @@ class Family:
     bound: Callable[[Any], float | None] = _none
     query_growth: Callable[[Any], Growth | None] = _none
     grows_unturned: bool = False
-    plain_head_norms: Callable[[Any], bool] = _never
+    plain_head_norms: Callable[[Any], bool] = lambda _: False
     output_scale: Scale = _none
     logit_scale: Scale = _none
     head_norm_turns: bool = False
     arguments: tuple[str, ...] = ()
     returns_tuple: bool = False
-    variant: Callable[[Family, Any], Family] = _as_it_is
+    variant: Callable[[Family, Any], Family] = lambda family, _: family
     follow: Callable[[Any, Sequence[int]], dict[str, Any]] = _nothing_else
     follow_mlp: Callable[[Any, Sequence[int]], dict[str, Any]] = _nothing_else
     follow_width: Callable[[Any, int], dict[str, Any]] = _nothing_else
