@@ -53,13 +53,11 @@ from surgeon.training.racks.build import require_known
 from surgeon.training.racks.model import tensors_of
 from surgeon.training.racks.partition import Racks, allowed_cuts
 from surgeon.training.scope import BYTES, shapes_to_train, training_bytes
-from surgeon.training.scratch.tracks import narrow
 from surgeon.training.settings import SCOPES, TrainSettings
 from surgeon.words import listed, plural
 
-LENGTH = 2  # layers of the stretches that maps are tried on, and tracks
+LENGTH = 2  # layers of the stretches that maps are tried on
 ADAPTER_RANK = 16
-TRACKS = 2  # native ones
 PAIRS = "lp"
 FACTORS = "lowrank"  # maps
 
@@ -218,20 +216,20 @@ class Capabilities:
 
     def exporting(self) -> Iterator[Question]:
         """Maps by the form that their programs get, and for forms, whether they hold pairs."""
-        if self.unexportable is not None:
-            yield "all programs", partial(_refuse, self.unexportable)
+        if self.unexportable:
+            yield "all programs", lambda: Verdict("", "", NO, self.unexportable)
             return
         yield from ((name, partial(self._over, name, self._form)) for name in self.map_names)
         yield "pairs as one layer", partial(self._over, PAIRS, self._as_one_layer)
 
     @cached_property
-    def unexportable(self) -> Exception | None:
-        """The reason why the model cannot be exported; None if it can."""
+    def unexportable(self) -> str:
+        """The reason why the model cannot be exported; empty if it can."""
         try:
             check_exportable(self.model)
         except (ValueError, OSError) as refusal:
-            return refusal
-        return None
+            return " ".join(str(refusal).split())
+        return ""
 
     def _form(self, program: Program) -> str:
         layout = layout_of(self.model, program)
@@ -252,15 +250,16 @@ class Capabilities:
             yield plural(count, "rank"), partial(self._shared, count)
         if self.draft is not None:
             yield "draft", lambda: _together([(plural(n, "rank"), 1, partial(self._drafted, n)) for n in self.ranks])
-        yield f"texts of {self.model.positions:,} tokens", partial(self._planned, self.ranks[0], None, True)
+        longest = self.model.positions
+        yield f"texts of {longest:,} tokens", partial(self._planned, self.ranks[0], None, longest)
         if self.model.own is None:
             asked = (name for name in VARIANTS if max(self.ranks) > 1 or not _for_several(name))
             yield from ((name, partial(self._variant, name)) for name in asked)
         if isinstance(places := self.maps[FACTORS], list):
             yield "two factors", partial(self._on_each, lambda _: places[0].program)
 
-    def _planned(self, ranks: int, program: Program | None = None, longest: bool = False) -> str:
-        self._plan_on(ranks, program, self.model.positions if longest else None)
+    def _planned(self, ranks: int, program: Program | None = None, tokens: int | None = None) -> str:
+        self._plan_on(ranks, program, tokens)
         return ""
 
     def _plan_on(self, ranks: int, program: Program | None = None, tokens: int | None = None) -> Plan:
@@ -282,19 +281,20 @@ class Capabilities:
     def _variant(self, name: str) -> Verdict:
         every = range(self.model.num_layers)
         own = _for_several(name)
-        return self._on_each(lambda ranks: variant(_with_number(name), self.model.program, every, ranks), own)
+        numbered = name
+        if VARIANTS[name].argument is not None:
+            numbered = f"{name.partition(':')[0]}:{LENGTH}"
+        return self._on_each(lambda ranks: variant(numbered, self.model.program, every, ranks), own)
 
     def _on_each(self, program: Callable[[int], Program], sliced: bool = False) -> Verdict:
         """A program on each number of ranks, of several if it has a slice for each."""
         counts = [count for count in self.ranks if count > 1 or not sliced]
-        return _together([(plural(n, "rank"), 1, partial(self._built, program, n)) for n in counts])
-
-    def _built(self, program: Callable[[int], Program], ranks: int) -> str:
-        return self._planned(ranks, program(ranks))
+        asked = [(plural(n, "rank"), 1, lambda n=n: self._planned(n, program(n))) for n in counts]
+        return _together(asked)
 
     def on_vllm(self) -> Iterator[Question]:
-        if self.unexportable is not None:
-            return iter([("all programs", partial(_refuse, self.unexportable))])
+        if self.unexportable:
+            return iter([("all programs", lambda: Verdict("", "", NO, self.unexportable))])
         return ((name, partial(self._over, name, self._served)) for name in self.map_names)
 
     def _served(self, program: Program) -> str:
@@ -312,28 +312,23 @@ class Capabilities:
     # What trains it.
 
     def training(self) -> Iterator[Question]:
-        """Healing, by what of the model is trained; racks; and native tracks like it, from scratch."""
+        """Healing, by what of the model is trained, and racks."""
         pairs = self.maps[PAIRS]
         program = self.model.own or (pairs[0].program if isinstance(pairs, list) else self.model.program)
         for scope in SCOPES if self.model.family.mixture else SCOPES[:-1]:  # the last one is of mixtures alone
             yield f"heal {scope}", partial(self._healed, program, scope)
         yield "heal by adapters", partial(self._healed, program, "edited", ADAPTER_RANK)
-        yield "distil", lambda: ("the original beside it", BYTES * self.model.parameters)
         yield "rack by rack", partial(self._racks, program)
-        yield "native tracks", self._tracks
 
     def _healed(self, program: Program, scope: str, rank: int | None = None) -> Said:
         settings = TrainSettings(scope, lora=rank)
         student = shapes_to_train(self.model, program, settings)
-        packed = 0 if rank is None else self._packed
-        return f"{settings.method}, activations on top", training_bytes(student) - packed
-
-    @property
-    def _packed(self) -> int:
-        """Bytes that quantised matrices save under adapters, where they stay as they are stored."""
-        checkpoint = self.model.checkpoint
-        flat = {name: one.shape for name, one in checkpoint.quantised.items() if len(one.shape) == 2}
-        return sum(BYTES * math.prod(shape) - checkpoint.num_bytes(name) for name, shape in flat.items())
+        size = training_bytes(student)
+        if rank is not None:  # under adapters quantised matrices stay as they are stored
+            checkpoint = self.model.checkpoint
+            flat = {name: one.shape for name, one in checkpoint.quantised.items() if len(one.shape) == 2}
+            size -= sum(BYTES * math.prod(shape) - checkpoint.num_bytes(name) for name, shape in flat.items())
+        return f"{settings.method}, activations on top", size
 
     def _racks(self, program: Program) -> str:
         cuts = allowed_cuts(program)
@@ -341,10 +336,6 @@ class Capabilities:
         Racks.parse([f"0:{middle}", f"{middle}:{self.model.num_layers}"], program)
         require_known(tensors_of(restore(self.skeleton)))
         return f"they may begin at {plural(len(cuts), 'layer')}"
-
-    def _tracks(self) -> str:
-        narrowed, _ = narrow(copy.deepcopy(self.model.config), TRACKS, LENGTH)
-        return f"{TRACKS} of them from scratch, {narrowed.hidden_size} wide"
 
     def _over(self, name: str, ask: Callable[[Program], str]) -> Verdict:
         """A map's programs, all stretches of layers together."""
@@ -399,17 +390,6 @@ def _together(questions: Sequence[tuple[str, int, Callable[[], str]]]) -> Verdic
     else:
         where = f"{lost} of {total} places, as {first.what}"
     return Verdict("", "", PARTLY, "; ".join([*filter(None, parts), f"not {where}: {first.why}"]))
-
-
-def _refuse(refusal: Exception) -> str:
-    raise refusal
-
-
-def _with_number(name: str) -> str:
-    """A variant's name with a number behind it, where it takes one."""
-    if VARIANTS[name].argument is None:
-        return name
-    return f"{name.partition(':')[0]}:{LENGTH}"
 
 
 def with_shapes(model: str | Path | Model) -> Model:

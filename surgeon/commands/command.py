@@ -77,6 +77,11 @@ def several(help: str, *flags: str, kind: Any = None, **more: Any) -> Declaratio
     return Declaration(f"{help} Several by commas, or the option again.", flags, splits=True, kind=kind, more=more)
 
 
+def later(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Have `show` get a maker with its options bound, to be called when there is more to know."""
+    return wraps(make)(lambda **flags: partial(make, **flags))
+
+
 def print_result(call: Callable[[], Any]) -> None:
     """Print what a function returns, where that says something, and the files that it has written."""
     found = call()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,9 +14,7 @@ from surgeon.commands.command import command, option
 from surgeon.words import WIDTH
 
 if TYPE_CHECKING:
-    from surgeon.benchmarks.measure import Result
     from surgeon.commands.report import ReportPage
-    from surgeon.quality.summary import Quality
 
 RANKS = 2
 PROMPT = "def close(self):"
@@ -74,6 +73,8 @@ def demo(
     Needs no network, and about a minute on two cores. Every command is shown before it runs, so that it can be typed
     again for another model. Interrupted, the same command goes on where it was.
     """
+    from surgeon.language.recipe import read_recipe
+
     asked = {"tokens": tokens, "trials": trials}
     effort = replace(FULL if full else QUICK, **{name: value for name, value in asked.items() if value is not None})
     steps = DemoSteps(output or Path("demo-output") / ("full" if full else "quick"), effort)
@@ -84,29 +85,12 @@ def demo(
     fused = steps.export("3. Write what was found as a checkpoint", found, "lp")
     late = steps.export("   And a ladder over the upper half", ladder, "ladder")
     steps.generate(fused)
-    steps.compare(
-        [Contender("dense", None, "demo"), Contender.pairs(found, fused), Contender("ladder 8:16", ladder, late)]
-    )
+    pairs = "LP pairs " + " ".join(one.layers_text for one in read_recipe(found).operations)
+    steps.compare([("dense", None, "demo"), (pairs, found, fused), ("ladder 8:16", ladder, late)])
     page = steps.page("scan", "search", "lp", "ladder")
     print(f"\nThe page    {page.file}\nPictures    {steps.folder}/*/*.png\n\nWith a model of your own, next:")
     for purpose, typed in NEXT:
         print(f"\n  # {purpose}\n  surgeon {typed}")
-
-
-@dataclass(frozen=True)
-class Contender:
-    """One row of the table: what is done, the recipe that does it (None: nothing), and the checkpoint to run."""
-
-    name: str
-    recipe: Path | None
-    model: str | Path
-
-    @classmethod
-    def pairs(cls, recipe: Path, model: Path) -> Contender:
-        """What a search for pairs has found."""
-        from surgeon.language.recipe import read_recipe
-
-        return cls("LP pairs " + " ".join(one.layers_text for one in read_recipe(recipe).operations), recipe, model)
 
 
 @dataclass(frozen=True)
@@ -171,10 +155,45 @@ class DemoSteps:
         for line in str(found).splitlines():
             _say(line, " " * 9)
 
-    def compare(self, contenders: list[Contender]) -> None:
-        """Print how good and how fast each is; speeds are the fastest rounds', which other work disturbed least."""
-        measured = _measure(contenders, self.effort)
-        _print_table(contenders, measured, _speeds(contenders, self.effort))
+    def compare(self, contenders: Sequence[tuple[str, Path | None, str | Path]]) -> None:
+        """Print how good and how fast each is: a name, a recipe (None: nothing is changed), and what is run of it."""
+        from surgeon.analysis.subject import open_subject
+        from surgeon.commands.bench import bench
+        from surgeon.findings.blocks import Table
+        from surgeon.opened import open_edited
+        from surgeon.runtime.worker.options import RankOptions
+        from surgeon.searches.evaluate import Evaluator
+
+        effort = self.effort
+        subject = open_subject("demo", "demo", tokens=effort.tokens, window=effort.window)
+        programs = [open_edited(recipe or "demo").program for _, recipe, _ in contenders]
+        measured = Evaluator(subject.model, subject.windows).measure(programs)
+        rows = []
+        for (name, _, _), program in zip(contenders, programs, strict=True):
+            quality = measured[program]
+            numbers = f"{quality.perplexity:.2f}", f"{quality.divergence:.4f}", str(program.sync_points(RANKS))
+            rows.append([name, f"{program.effective_depth():g}", *numbers])
+        head = ["program", "depth", "perplexity", "divergence", "syncs"]
+        first, *others = [model for _, _, model in contenders]
+        compared = " ".join(f"--compare {_quoted(Path(one))}" for one in others)
+        load: Any = {"prompt": PROMPT_TOKENS, "new": effort.new_tokens, "rounds": effort.rounds}
+        options = " ".join(f"--{name} {value}" for name, value in load.items())
+        for purpose, wanted in (
+            ("5. How fast is each, over the fastest connection", "auto"),
+            ("   And over a slow one", "gloo"),
+        ):
+            ranks = RankOptions(RANKS, "auto", wanted)
+            way = ranks.collectives
+            _announce(f"{purpose}, {way}?", f"bench {first} {compared} --tp {RANKS} {options} --collectives {way}")
+            head.append(f"tokens/s, {way}")
+            results = bench(first, compare=others, ranks=ranks, **load).results
+            for row, result in zip(rows, results, strict=True):  # the fastest rounds, which others disturbed least
+                row.append(f"{1 / min(one.per_token for one in result.rounds):.0f}")
+        note = (
+            "Divergence is KL(original || changed) in nats per token; syncs are all-reduces of a token. The slower "
+            "these are, the more it is worth to have fewer of them."
+        )
+        print(f"\n{Table('The demo model on two ranks', head, rows, note)}")
 
     def page(self, *runs: str) -> ReportPage:
         from surgeon.commands.report import report
@@ -193,62 +212,3 @@ def _say(text: str, indent: str = "") -> None:
 
 def _quoted(path: Path) -> str:
     return shlex.quote(str(path))
-
-
-def _measure(contenders: list[Contender], effort: Effort) -> list[Quality]:
-    from surgeon.analysis.subject import open_subject
-    from surgeon.opened import open_edited
-    from surgeon.searches.evaluate import Evaluator
-
-    subject = open_subject("demo", "demo", tokens=effort.tokens, window=effort.window)
-    programs = [open_edited(one.recipe or "demo").program for one in contenders]
-    measured = Evaluator(subject.model, subject.windows).measure(programs)
-    return [measured[program] for program in programs]
-
-
-def _speeds(contenders: list[Contender], effort: Effort) -> dict[str, list[Result]]:
-    """What ranks measured of each, by the way in which they communicate."""
-    from surgeon.commands.bench import bench
-    from surgeon.runtime.worker.options import RankOptions
-
-    first, *others = [one.model for one in contenders]
-    compared = " ".join(f"--compare {_quoted(Path(one))}" for one in others)
-    load: Any = {"prompt": PROMPT_TOKENS, "new": effort.new_tokens, "rounds": effort.rounds}
-    options = " ".join(f"--{name} {value}" for name, value in load.items())
-    speeds: dict[str, list[Result]] = {}
-    for purpose, wanted in (
-        ("5. How fast is each, over the fastest connection", "auto"),
-        ("   And over a slow one", "gloo"),
-    ):
-        ranks = RankOptions(RANKS, "auto", wanted)
-        way = ranks.collectives
-        _announce(f"{purpose}, {way}?", f"bench {first} {compared} --tp {RANKS} {options} --collectives {way}")
-        speeds[way] = [*bench(first, compare=others, ranks=ranks, **load).results]
-    return speeds
-
-
-def _print_table(contenders: list[Contender], measured: list[Quality], speeds: dict[str, list[Result]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from surgeon.language.program import Program
-
-    table = Table(box=None, pad_edge=False)
-    table.add_column("program", min_width=18)
-    for heading in ("depth", "perplexity", "divergence", "syncs/token", *(f"tok/s\n{way}" for way in speeds)):
-        table.add_column(heading, justify="right", vertical="bottom")
-    for row, (contender, quality) in enumerate(zip(contenders, measured, strict=True)):
-        results = [of_way[row] for of_way in speeds.values()]
-        rates = [f"{1 / min(one.per_token for one in result.rounds):.0f}" for result in results]
-        decoding = results[0].rounds[-1].decode_pass
-        assert decoding is not None, "more than one token is new"
-        depth = Program.parse(results[0].plan.program).effective_depth()
-        syncs = decoding.layers.all_reduces
-        qualities = f"{quality.perplexity:.2f}", f"{quality.divergence:.4f}"
-        table.add_row(contender.name, f"{depth:g}", *qualities, str(syncs), *rates)
-    print("\nThe demo model on two ranks")
-    Console(width=WIDTH, highlight=False).print(table)
-    _say(
-        "Divergence is KL(original || changed) in nats per token; syncs are all-reduces. The slower these are, "
-        "the more it is worth to have fewer of them."
-    )

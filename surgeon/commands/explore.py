@@ -70,10 +70,7 @@ def explore(
     rounds = rounds_for(opened, source, separator)
     record = provenance(opened.name, opened.hash, data=source, separator=separator, minutes=minutes)
     record |= {"memory": memory}
-    exploring = Exploring(opened, source, checked, Path(output), rounds, record, say or _say, begun)
+    tell = say or (lambda line: print(hanging("", line), file=sys.stderr, flush=True))
+    exploring = Exploring(opened, source, checked, Path(output), rounds, record, tell, begun)
     exploring.resume()
     return exploring.run()
-
-
-def _say(line: str) -> None:
-    print(hanging("", line), file=sys.stderr, flush=True)

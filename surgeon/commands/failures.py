@@ -22,29 +22,18 @@ CLOSED_PIPE = 141
 # Of commands that keep what they have found as they go.
 _GOES_ON = "run the same command again to go on"
 _KEEPS_NOTHING = "nothing was written"
+_ANEW = f"{_KEEPS_NOTHING}; the same command would begin anew"
 _INTERRUPTED = {
-    "explore": _GOES_ON,
-    "check": _KEEPS_NOTHING,
-    "families": _KEEPS_NOTHING,
-    "scan": _GOES_ON,
-    "similarity": _KEEPS_NOTHING,
-    "sensitivity": _GOES_ON,
-    "spectrum": _GOES_ON,
-    "search": _GOES_ON,
-    "heal": _GOES_ON,
-    "train": _GOES_ON,
     "export": f"no checkpoint was written, and factors that were made are kept; {_GOES_ON}",
-    "show": _KEEPS_NOTHING,
-    "card": _KEEPS_NOTHING,
-    "eval": _GOES_ON,
     "generate": "the text is not finished",
     "serve": "requests that were running are lost",
-    "bench": f"{_KEEPS_NOTHING}; the same command would begin anew",
-    "predict": _KEEPS_NOTHING,
-    "calibrate": f"{_KEEPS_NOTHING}; the same command would begin anew",
-    "report": _KEEPS_NOTHING,
-    "demo": _GOES_ON,
+    "bench": _ANEW,
+    "calibrate": _ANEW,
 }
+_INTERRUPTED |= dict.fromkeys(
+    ["explore", "scan", "sensitivity", "spectrum", "search", "heal", "train", "eval", "demo"], _GOES_ON
+)
+_INTERRUPTED |= dict.fromkeys(["check", "families", "similarity", "show", "card", "predict", "report"], _KEEPS_NOTHING)
 
 
 @dataclass(frozen=True)

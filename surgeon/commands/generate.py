@@ -7,11 +7,11 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from surgeon.commands.command import command, keyword, option
+from surgeon.commands.command import command, keyword, later, option
 from surgeon.commands.options import (
     Checkpoint,
     Decoding,
@@ -36,11 +36,6 @@ if TYPE_CHECKING:
     from surgeon.runtime.worker.options import RankOptions
 
 SHOWN_CHARACTERS = 60  # of a prompt, above its text
-
-
-@wraps(ranks_of)
-def _ranks_later(**flags: Any) -> partial[RankOptions]:
-    return partial(ranks_of, **flags)
 
 
 def _show(
@@ -68,7 +63,7 @@ def _show(
         int | None,
         option("How many ranks --pipeline has; under torchrun all its processes.", "--ranks", least=1),
     ] = None,
-    ranks: Annotated[partial[RankOptions] | int, option("", made_by=_ranks_later)] = 1,
+    ranks: Annotated[partial[RankOptions] | int, option("", made_by=later(ranks_of))] = 1,
 ) -> None:
     assert isinstance(ranks, partial)
     texts = read_prompts(prompt, None if prompts is None else Path(prompts))

@@ -6,11 +6,11 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from surgeon.commands.command import command, option, several
+from surgeon.commands.command import command, later, option, several
 from surgeon.commands.options import (
     DATA_HELP,
     Form,
@@ -206,20 +206,10 @@ def racks_of(
     return RackOptions([*racks], 1 if coda is None else coda, processes, average, rack_ahead, rack_replicas)
 
 
-@wraps(settings_of)
-def _settings_later(**flags: Any) -> partial[TrainSettings]:
-    return partial(settings_of, **flags)
-
-
-@wraps(racks_of)
-def _racks_later(**flags: Any) -> partial[RackOptions | None]:
-    return partial(racks_of, **flags)
-
-
 def _show(
     call: partial[HealRun | None],
-    settings: Annotated[Any, option("", made_by=_settings_later)] = None,
-    racks: Annotated[Any, option("", made_by=_racks_later)] = None,
+    settings: Annotated[Any, option("", made_by=later(settings_of))] = None,
+    racks: Annotated[Any, option("", made_by=later(racks_of))] = None,
     as_json: Annotated[
         bool,
         option(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,7 +26,7 @@ class ReportPage:
     """
 
     file: Path
-    chapters: Sequence[Chapter]
+    chapters: Sequence[Chapter] = field(repr=False)
 
     def table(self) -> pd.DataFrame:
         """The page's summaries: a row for each finding, with the model that it is about."""

@@ -64,11 +64,12 @@ def show(
     if verified is not None:
         print(f"{'files':<{LABEL}}{verified} files are as they were written (sizes and SHA-256)")
     if output is not None:
-        from surgeon.findings.program import draw_program
+        from surgeon.findings.drawing import save
+        from surgeon.findings.program import program_figure
 
         syncs = f"{found.program.sync_points(2)} synchronisations on two ranks"
         title = f"{found.name}: effective depth {found.depth:g} of {found.num_layers}, {syncs}"
-        draw_program(found.program, found.num_layers, found.steps_per_layer, title, output)
+        save(program_figure(found.program, found.num_layers, found.steps_per_layer, title), output)
         print(f"{'picture':<{LABEL}}{output}")
 
 

@@ -60,13 +60,15 @@ class Benchmark(RunResult):
         yield Table("Latency, medians over rounds", head, rows(*(table[name] for name in COLUMNS)))
         yield self._passes()
         if table["program"].nunique() > 1:
-            ends = (table[f"per_token_speedup_{end}"] for end in ("low", "high"))
-            names = ("effective_depth", "sync_points", *RATIOS[:2])
-            spread = [f"{low:.2f}-{high:.2f}" if high > low else "" for low, high in zip(*ends, strict=True)]
-            last = [times(value) for value in table[RATIOS[2]]]
-            body = [
-                [*row, *more] for row, *more in zip(rows(*(table[one] for one in names)), spread, last, strict=True)
-            ]
+            body = []
+            for _, row in table.iterrows():
+                low, high = (row[f"per_token_speedup_{end}"] for end in ("low", "high"))
+                first, token, rate = (times(row[name]) for name in RATIOS)
+                extent = ""
+                if high > low:
+                    extent = f"{low:.2f}-{high:.2f}"
+                depths = f"{row['effective_depth']:g}", str(row["sync_points"])
+                body.append([row["program"], str(row["batch"]), *depths, first, token, extent, rate])
             caption = f"Times as fast as {table['program'].iloc[0]} to the first token and per token"
             yield Table(caption, [*begin, "depth", "syncs", "first", "per token", "range", "tokens/s"], body)
         if "divergence" in table:

@@ -23,7 +23,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import ScaledTranslation
 
-from surgeon.findings.blocks import Table
 from surgeon.processes.files import whole_file
 from surgeon.words import MOST_LAYERS, number, plural, tick
 
@@ -69,7 +68,6 @@ class Chart:
         drawn: fills axes that have their looks.
         x, y: titles of the axes.
         name: of the file; a chart without one is in the file of its picture, or in none.
-        table: the page's, of its numbers.
         height: in points.
     """
 
@@ -83,7 +81,6 @@ class Chart:
     caption: str = ""
     name: str = ""
     described: str = ""
-    table: Table | None = None
     height: float = HEIGHT
     left: float = _LEFT
 
@@ -123,7 +120,6 @@ class Drawing:
     kind: ClassVar[str] = "chart"
     themed: ClassVar[bool] = False
     wide: ClassVar[bool] = True
-    table: ClassVar[None] = None
     figure: Figure
     title: str
     words: str
@@ -333,7 +329,6 @@ def columns_chart(
     titles: tuple[str, str, str],
     caption: str = "",
     log: bool = True,
-    values: Table | None = None,
 ) -> Chart:
     """Draw columns of a table whose first column are layers, up to 1 or logarithmic.
 
@@ -341,7 +336,6 @@ def columns_chart(
         lines: words and style of each column.
         rows: what tips call the rows.
         titles: of the chart and of its axes.
-        values: the page's table.
     """
     title, x, y = titles
     layers = table.iloc[:, 0]
@@ -360,7 +354,7 @@ def columns_chart(
                 shown = shown.where(shown > 0)
             points(axes, layers, shown, tips, style, words)
 
-    return Chart(title, draw, x, y, caption, table=values)
+    return Chart(title, draw, x, y, caption)
 
 
 def rule(axes: Axes, value: float) -> None:

@@ -10,12 +10,14 @@ from typing import Any, Self
 
 from surgeon.findings.blocks import Block, Code, Finding, Paragraph, Table
 from surgeon.findings.drawing import Picture
-from surgeon.findings.training import TrainingRun, duration, held_out_charts, settings_table, trained_on
+from surgeon.findings.training import TrainingRun, held_out_charts, trained_on
+from surgeon.progress import clock
 from surgeon.quality.summary import Quality
 from surgeon.words import NO_VALUE, interval, listed, number, plural
 
 _HEAD = ["perplexity", "95% interval", "regained", "divergence", "95% interval", "regained"]
 _AS_GOOD = 0.995  # a share that is 100% when it is rounded
+_UNKNOWN = "The original is not known, and so not what was lost."
 _NOTE = (
     "Regained, of what the edit lost: in log-perplexity (edited \N{MINUS SIGN} healed) / (edited \N{MINUS SIGN} "
     "original), in divergence from the original 1 \N{MINUS SIGN} healed / edited."
@@ -48,7 +50,7 @@ class Healing:
         """The share of the lost log-perplexity that is regained; NaN where none was, None without the original."""
         if self.original is None:
             return None
-        edited, healed, original = (_log(one.perplexity) for one in (self.edited, self.healed, self.original))
+        edited, healed, original = (math.log(one.perplexity) for one in (self.edited, self.healed, self.original))
         lost = edited - original
         if not (math.isfinite(lost) and lost > 0):
             return math.nan
@@ -63,12 +65,6 @@ class Healing:
         if not (math.isfinite(lost) and lost > 0):
             return math.nan
         return 1 - self.healed.divergence / lost
-
-
-def _log(value: float) -> float:
-    if value > 0:
-        return math.log(value)
-    return -math.inf
 
 
 @dataclass(frozen=True, repr=False)
@@ -117,9 +113,8 @@ class HealRun(TrainingRun):
             rows = [["original", *_cells(healing.original, divergence=False)]]
         rows += [["edited", *_cells(healing.edited)], ["healed", *_cells(healing.healed, *back)]]
         marked = frozenset((len(rows) - 1, column) for column, share in zip((3, 6), back, strict=True) if share)
-        yield Table("Before and after", ["", *_HEAD], rows, _note(back), marked=marked)
+        yield Table("Before and after", ["", *_HEAD], rows, _NOTE if any(back) else _UNKNOWN, marked=marked)
         yield Picture(list(self.charts()))
-        yield from settings_table(record.get("settings"))
         if record.get("program"):
             yield Code("The program that was healed", str(record["program"]))
         if record.get("recipe"):
@@ -152,7 +147,9 @@ class HealRun(TrainingRun):
                 back = _share(healing.of_perplexity), _share(healing.of_divergence)
                 marked += [(len(rows), 4), (len(rows), 7)]
                 rows.append([run.name, f"{int(run.record['tokens']):,}", *_cells(healing.healed, *back)])
-        note = _note([row[place] for row in rows for place in (4, 7) if len(row) > place])
+        note = _UNKNOWN
+        if any(row[place] for row in rows for place in (4, 7) if len(row) > place):
+            note = _NOTE
         if not same_text:
             note += " The runs were measured on different texts: only shares can be compared."
         table = Table("All healings side by side", ["", "tokens", *_HEAD], rows, note, marked=frozenset(marked))
@@ -164,7 +161,7 @@ class HealRun(TrainingRun):
         edited = healing.edited
         healed = healing.healed
         steps = plural(int(record["steps"]), "step")
-        time = duration(float(record["seconds"]))
+        time = clock(float(record["seconds"]))
         text = (
             f"{steps} of training ({int(record['tokens']):,} tokens, {time}) brought the edited model's perplexity "
             f"from {number(edited.perplexity)} to {number(healed.perplexity)}"
@@ -179,12 +176,6 @@ class HealRun(TrainingRun):
         if back and math.isfinite(back):
             figure = _percent(back)
         yield Finding("Trained", text, figure, "of the edit's divergence regained by healing" if figure else "")
-
-
-def _note(shares: Sequence[str]) -> str:
-    if not any(shares):
-        return "The original is not known, and so not what was lost."
-    return _NOTE
 
 
 def _cells(state: Quality, regained: str = "", of_divergence: str = "", divergence: bool = True) -> list[str]:

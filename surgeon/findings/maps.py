@@ -56,19 +56,9 @@ def damage(ratio: Any) -> Any:
         return np.sqrt(np.maximum(0.0, np.log(ratio)))
 
 
-def ratio_of(distance: Any) -> Any:
-    """The multiple of the base's perplexity that lies so far from its colour; the inverse of `damage` from 1 on."""
-    return np.exp(np.square(distance))
-
-
 def colours() -> Colormap:
     """From dark for little to bright for much, and a paler one beyond; where there is no cell the axes are seen."""
     return matplotlib.colormaps[COLOURS].with_extremes(bad=(0, 0, 0, 0), over=BEYOND, under="#2a0134")
-
-
-def damage_scale(base: float, end: float) -> Normalize:
-    """From the base perplexity to `end`, by `damage`; better cells have the base's colour."""
-    return FuncNorm((lambda value: damage(value / base), lambda place: base * ratio_of(place)), base, end)
 
 
 def name_of(value: Any) -> str:
@@ -91,7 +81,8 @@ def scale_of(grids: Sequence[pd.DataFrame], base: float, cap: float = CAP) -> tu
     if worst > base * cap:
         worst = base * (float(cells.quantile(MOST, interpolation="lower")) / base) ** _ROOM
     end = min(base * cap, max(base * LEAST_CAP, worst))
-    return damage_scale(base, end), bool((cells > end).any())
+    functions = (lambda value: damage(value / base), lambda place: base * np.exp(np.square(place)))
+    return FuncNorm(functions, base, end), bool((cells > end).any())
 
 
 @dataclass(frozen=True)

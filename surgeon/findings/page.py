@@ -295,12 +295,13 @@ def chapters_of(paths: Iterable[Path]) -> list[Chapter]:
     for run in runs:
         if isinstance(run, ExportRun):
             with named(run.files[0], run.COMMAND):
-                exported[run.files[0].parent.resolve()] = _key(run)
+                exported[run.files[0].parent.resolve()] = run.model_hash or f"name {run.model}"
     groups: dict[str, list[RunResult]] = {}
     for run in runs:
         # What was measured on an exported checkpoint belongs to the model it was made of.
         with named(run.files[0], run.COMMAND):
-            groups.setdefault(exported.get(Path(run.model).resolve(), _key(run)), []).append(run)
+            key = run.model_hash or f"name {run.model}"
+            groups.setdefault(exported.get(Path(run.model).resolve(), key), []).append(run)
     return [
         _chapter(number, "" if key.startswith("name ") else key, group)
         for number, (key, group) in enumerate(groups.items(), start=1)
@@ -327,10 +328,6 @@ def read_runs(path: Path) -> list[RunResult]:
         looked_for = ", ".join(dict.fromkeys(kind.RECORD for kind in KINDS))
         raise ValueError(f"{path} holds no run of a surgeon command; looked for {looked_for}")
     return runs
-
-
-def _key(run: RunResult) -> str:
-    return run.model_hash or f"name {run.model}"
 
 
 def _chapter(number: int, model_hash: str, runs: Sequence[RunResult]) -> Chapter:

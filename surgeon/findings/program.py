@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -21,7 +20,6 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Circle, FancyBboxPatch, Patch
 
 from surgeon.checkpoint.sizes import sizes_text
-from surgeon.findings.drawing import save
 from surgeon.language.program import Fork, Node, Program, Step, layer_nodes, steps_of
 from surgeon.language.sublayer import ATTENTION, UNITS, Sublayer
 
@@ -43,11 +41,6 @@ _ABOVE = 0.28
 _LINE = 0.15  # of a box's text
 _FONT = 8.0
 _INCHES = 0.95  # per unit
-
-
-def draw_program(program: Program, num_layers: int, steps_per_layer: int, title: str, path: Path) -> Path:
-    """Write the picture as a PNG; arguments as in `program_figure`."""
-    return save(program_figure(program, num_layers, steps_per_layer, title), path)
 
 
 def program_figure(program: Program, num_layers: int, steps_per_layer: int, title: str = "") -> Figure:

@@ -26,10 +26,8 @@ from surgeon.findings.tolerance import (
     TOLERANCES,
     ScanTable,
     longest_within,
-    named_across,
     never_to_touch,
     single_layers,
-    title_of,
 )
 from surgeon.language.operations.declare import HEATMAPS
 from surgeon.words import (
@@ -145,7 +143,8 @@ class Scan(RunResult):
         tokens = record.get("tokens_predicted") or int(table["tokens"].max())
         source = record.get("data", "text")
         text = f"{plural(tokens, 'predicted token')} of {source}"
-        varied = dict.fromkeys(named_across(str(name)) for name in table["operation"].unique())
+        scanned = [HEATMAPS[str(name)] for name in table["operation"].unique()]
+        varied = dict.fromkeys(heatmap.across or heatmap.varied for heatmap in scanned)
         kinds = ["a stretch of layers" if one is None else f"a layer and a value of {one}" for one in varied]
         parts = [f"{plural(len(table), 'cell')}, each {listed(kinds, 'or')}; {text}."]
         least = int(table["tokens"].min())
@@ -191,7 +190,7 @@ class Scan(RunResult):
     def missing(self) -> Iterator[str]:
         scanned = set(self.cells["operation"])
         # Maps whose columns follow from the model are not of every model.
-        absent = [title_of(name) for name, one in HEATMAPS.items() if name not in scanned and not callable(one.values)]
+        absent = [one.title for name, one in HEATMAPS.items() if name not in scanned and not callable(one.values)]
         if absent:
             yield f"Not scanned, so nothing is said about it: {listed(absent)} (surgeon scan --operation)."
         if part := _only_part(self.record, self.touched.num_layers):
@@ -224,7 +223,7 @@ def _spread_of_orders(orders: pd.DataFrame) -> str:
         return ""
     ratio = float((spread["max"] / spread["min"]).median())
     count = int(spread["count"].max())
-    random = listed(map(title_of, dict.fromkeys(orders["operation"])), "or")
+    random = listed((HEATMAPS[name].title for name in dict.fromkeys(orders["operation"])), "or")
     return (
         f"A cell of {random} is the mean over {count} random orders; in half of the cells the worst order's perplexity "
         f"is more than {number(ratio, 3)} times the best one's."
@@ -292,7 +291,7 @@ def _untouchable(scan: ScanTable) -> Finding:
     kinds: dict[int, list[str]] = {}
     for name in scan.operations:
         for layer in never_to_touch(scan, name, _LIMIT):
-            kinds.setdefault(layer, []).append(title_of(name))
+            kinds.setdefault(layer, []).append(HEATMAPS[name].title)
     by_kinds: dict[tuple[str, ...], list[int]] = {}
     for layer, names in sorted(kinds.items()):
         by_kinds.setdefault(tuple(names), []).append(layer)
@@ -314,8 +313,8 @@ def _untouchable(scan: ScanTable) -> Finding:
     # A layer that allows none of the ways to a shorter model that most people ask for first is to be left alone.
     verbs = {name: heatmap.verb for name, heatmap in HEATMAPS.items() if heatmap.verb}
     tried = [name for name in scan.operations if name in verbs] or scan.operations
-    alone = sorted(layer for layer, names in kinds.items() if {title_of(name) for name in tried} <= set(names))
-    how = listed((verbs.get(name, title_of(name)) for name in tried), "or")
+    alone = sorted(layer for layer, names in kinds.items() if {HEATMAPS[name].title for name in tried} <= set(names))
+    how = listed((verbs.get(name, HEATMAPS[name].title) for name in tried), "or")
     it = "them"
     if len(alone) == 1:
         it = "it"

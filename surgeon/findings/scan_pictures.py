@@ -22,12 +22,8 @@ from surgeon.findings.tolerance import (
     ScanTable,
     best_by_depth,
     cheapest_with,
-    group_size,
     longest_within,
-    named_across,
     single_layers,
-    title_of,
-    varied_by,
 )
 from surgeon.language.operations.declare import HEATMAPS
 from surgeon.words import allowance, change, known, number, plural, stretch
@@ -53,12 +49,6 @@ def charts(scan: ScanTable) -> Iterator[Block]:
             "of the Layer Parallelism paper. Dashed: the unedited model."
         )
         yield Picture(curves, caption)
-
-
-def _style(operation: str) -> int:
-    if operation in HEATMAPS:
-        return HEATMAPS[operation].style
-    return 0
 
 
 def _tips(cells: pd.DataFrame) -> list[str]:
@@ -93,9 +83,9 @@ def _removing_one(scan: ScanTable) -> Chart | None:
             ends = None
             if len(names) == 3:
                 ends = (own["divergence_low"], own["divergence_high"])
-            title = title_of(operation)
-            points(axes, own["first"] + aside, own["divergence"], _tips(own), _style(operation), title, line=False,
-                   ends=ends)  # fmt: skip
+            x = own["first"] + aside
+            heatmap = HEATMAPS[operation]
+            points(axes, x, own["divergence"], _tips(own), heatmap.style, heatmap.title, line=False, ends=ends)
 
     caption = "How far the predictions move with one layer, or a part of it, left out."
     if len(names) == 3 and np.isfinite(cells[names[1:]].to_numpy(dtype=float)).any():
@@ -112,7 +102,7 @@ def _by_depth(scan: ScanTable, best: dict[str, pd.DataFrame]) -> Chart:
         scale(axes, "y", [scan.base, *values], log=True, end=_end_of_axis(scan, values))
         rule(axes, scan.base)
         for name, cells in best.items():
-            points(axes, cells["depth"], cells["perplexity"], _tips(cells), _style(name), title_of(name))
+            points(axes, cells["depth"], cells["perplexity"], _tips(cells), HEATMAPS[name].style, HEATMAPS[name].title)
 
     caption = "The least perplexity that each kind of change has at a depth. Dashed: the unedited model."
     x = "effective depth (layers one after the other)"
@@ -136,11 +126,11 @@ def _by_end(scan: ScanTable, operation: str) -> Chart:
             line = shown[shown["changed"] == length].sort_values("last")
             hue = ORDERED[round(place * (len(ORDERED) - 1) / max(1, len(lengths) - 1))]
             name = plural(length, "layer")
-            if group_size(operation) == 2:
+            if HEATMAPS[operation].group == 2:
                 name += f" ({plural(length // 2, 'pair')})"
             points(axes, line["last"], line["perplexity"], _tips(line), label=name, colour=hue)
 
-    title = f"{title_of(operation)}: where the stretch ends"
+    title = f"{HEATMAPS[operation].title}: where the stretch ends"
     return Chart(title, draw, "last layer of the stretch", "perplexity", name=f"curves-{operation}")
 
 
@@ -148,7 +138,7 @@ def reach_table(scan: ScanTable) -> Table:
     """Table how far each operation goes within each tolerance."""
     rows = []
     for operation in scan.operations:
-        row = [title_of(operation)]
+        row = [HEATMAPS[operation].title]
         for tolerance in TOLERANCES:
             cell = longest_within(scan, operation, tolerance)
             if cell is None:
@@ -185,12 +175,12 @@ class ScanMaps:
     def _cells(self) -> dict[str, pd.DataFrame]:
         """The cells of each operation's map, each once."""
         return {
-            str(name): own.drop_duplicates(["first", varied_by(str(name)) or "last"])
+            str(name): own.drop_duplicates(["first", HEATMAPS[str(name)].varied or "last"])
             for name, own in self.table.groupby("operation", sort=False)
         }
 
     def _names(self, over_stretches: bool) -> list[str]:
-        return [name for name in self._cells if (varied_by(name) is None) == over_stretches]
+        return [name for name in self._cells if (HEATMAPS[name].varied is None) == over_stretches]
 
     def _legend(self, names: list[str]) -> Legend:
         base = self.scan.base
@@ -209,7 +199,7 @@ class ScanMaps:
     def _picture(self, names: list[str], caption: str = "", shared: str = "") -> Picture:
         legend = self._legend(names)
         maps = [
-            self._of_values(name, legend.scale) if varied_by(name) else self._over_stretches(name, legend.scale)
+            self._of_values(name, legend.scale) if HEATMAPS[name].varied else self._over_stretches(name, legend.scale)
             for name in names
         ]
         colours = (
@@ -231,7 +221,7 @@ class ScanMaps:
 
     def _over_stretches(self, operation: str, colours: Normalize) -> Map:
         cells = self._cells[operation]
-        title = title_of(operation)
+        title = HEATMAPS[operation].title
         values = grid(cells)
         data = map_cells(
             values, cells["first"], cells["last"], cells, _FIELDS, "layers {row} to {column}", "layer {row}",
@@ -245,15 +235,15 @@ class ScanMaps:
 
     def _of_values(self, operation: str, colours: Normalize) -> Map:
         cells = self._cells[operation]
-        varied = str(varied_by(operation))
-        across = str(named_across(operation))
+        varied = str(HEATMAPS[operation].varied)
+        across = HEATMAPS[operation].across or varied
         values = grid(cells, varied).reindex(sorted(set(cells["first"])))
         values.index = pd.Index([f"layer {row}" for row in values.index])
         down = [f"layer {layer}" for layer in cells["first"]]
         title = f"{{row}}, {across} {{column}}"
         data = map_cells(values, down, cells[varied], cells, _FIELDS, title, base=self.scan.base)
         rows, columns = values.shape
-        title = title_of(operation)
+        title = HEATMAPS[operation].title
         what = f"perplexity of every layer with every value of {across}"
         described = f"{title}: perplexity of {rows} layers, each alone with {columns} values of {across}"
         limit = self.scan.base * MARKED
@@ -274,7 +264,7 @@ class ScanMaps:
         """For every operation and layer, the cheapest measured change that includes the layer."""
         scan = self.scan
         legend = self._legend(self._names(over_stretches=True))
-        found = {title_of(operation): cheapest_with(scan, operation) for operation in scan.operations}
+        found = {HEATMAPS[operation].title: cheapest_with(scan, operation) for operation in scan.operations}
         rows = {name: cells.set_index("layer")["perplexity"] for name, cells in found.items()}
         values = pd.DataFrame(rows).reindex(range(scan.num_layers)).T
         cells = pd.concat(found.values(), ignore_index=True)

@@ -11,7 +11,7 @@ from typing import Any, Self
 from surgeon.findings.blocks import Block, Code, Finding, Paragraph, Table
 from surgeon.findings.drawing import COLOURS, Picture
 from surgeon.findings.exported import from_scratch
-from surgeon.findings.training import TrainingRun, held_out_charts, settings_table, trained_on
+from surgeon.findings.training import TrainingRun, held_out_charts, trained_on
 from surgeon.quality.summary import Quality
 from surgeon.words import interval, number, plural
 
@@ -50,7 +50,6 @@ class ScratchRun(TrainingRun):
         yield Table("Before and after", ["", "loss", "perplexity", "95% interval"], rows, "Loss in nats per token.")
         yield from _racks(record.get("racks"))
         yield Picture(list(self.charts()))
-        yield from settings_table(record.get("settings"))
         yield Code("Program", str(record["program"]))
         yield Code("Configuration", str(record["configuration"]))
 

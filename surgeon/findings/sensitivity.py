@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from surgeon.findings.blocks import Block, Finding, Paragraph, Table
 from surgeon.findings.drawing import Chart, Picture, columns_chart, points, scale
 from surgeon.findings.result import RunResult, TableFile
-from surgeon.words import NO_VALUE, interval_heads, listed, number, plural, with_intervals
+from surgeon.words import NO_VALUE, listed, number, plural
 
 PREDICTORS = {  # of damage
     "bound": "bound (equation 12)",
@@ -79,7 +79,6 @@ class Sensitivity(RunResult):
         yield Picture(charts, name="sensitivity")
         if len(self.correlations):
             yield _correlations(self.correlations)
-        yield _pairs(table)
 
     def summary(self) -> Iterator[Finding]:
         table = self.pairs.sort_values("divergence", kind="stable")
@@ -166,18 +165,3 @@ def _correlations(found: pd.DataFrame) -> Table:
     head = ["by pair", "local error", "divergence", "log perplexity ratio"]
     note = "Spearman's rho over pairs of layers (p in brackets; *: the best)."
     return Table("What orders the pairs as their damage does", head, rows, note)
-
-
-def _pairs(table: pd.DataFrame) -> Table:
-    head = ["pair", "bound", "first order", "measured", "perplexity", *interval_heads(table, ["divergence"])]
-    rows = [
-        [
-            _pair(row),
-            *(number(row[name]) for name in _LINES),
-            number(row["perplexity"]),
-            *with_intervals(row, ["divergence"]),
-        ]
-        for _, row in table.iterrows()
-    ]
-    note = "Bound, first order and measured error are relative to the stream."
-    return Table("Every pair", head, rows, note, folded=True)

@@ -14,7 +14,7 @@ from surgeon.findings.blocks import Block, Finding, Paragraph, Table
 from surgeon.findings.drawing import Chart, Picture, columns_chart
 from surgeon.findings.maps import Legend, Map, map_cells
 from surgeon.findings.result import RunResult, TableFile
-from surgeon.findings.tolerance import title_of
+from surgeon.language.operations.declare import HEATMAPS
 from surgeon.words import MINUS, layer_list, listed, number
 
 # What is drawn of each column: its words and its style.
@@ -113,10 +113,8 @@ class Similarity(RunResult):
 
 
 def _chart(layers: pd.DataFrame, measures: Mapping[str, tuple[str, int]], y: str, title: str, caption: str) -> Chart:
-    rows = [[str(int(row["layer"])), *(number(row[name]) for name in measures)] for _, row in layers.iterrows()]
-    table = Table(f"{title}: values", ["layer", *(words for words, _ in measures.values())], rows, folded=True)
     named = (f"layer {layer}" for layer in layers["layer"])
-    return columns_chart(layers, measures, named, (title, "layer", y), caption, measures is SIZES, table)
+    return columns_chart(layers, measures, named, (title, "layer", y), caption, measures is SIZES)
 
 
 def _distances(table: pd.DataFrame) -> Map:
@@ -174,7 +172,7 @@ def _best_proxies(table: pd.DataFrame) -> Table:
 def _best_proxy(rho: pd.DataFrame) -> Finding:
     means = rho.mean(axis=1)
     name = _name(means.index[0])
-    kinds = listed(title_of(name) for name in rho.columns)
+    kinds = listed(HEATMAPS[name].title for name in rho.columns)
     text = (
         f"Of the measures that need no scan, {name} orders the stretches most like their measured "
         f"divergence: rank correlation {number(float(means.iloc[0]), 3)} on average over {kinds}"

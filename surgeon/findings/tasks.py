@@ -140,7 +140,10 @@ class TaskRun(RunResult):
 def scores_table(scores: Sequence[Score]) -> Table:
     """Table each number with its standard error."""
     better = {True: "higher", False: "lower", None: ""}
-    rows = [[s.task, s.name, better[s.higher_is_better], _text(s), _count(s.shots), _count(s.rows)] for s in scores]
+    rows = []
+    for one in scores:
+        counts = ("" if count is None else f"{count:,}" for count in (one.shots, one.rows))
+        rows.append([one.task, one.name, better[one.higher_is_better], _text(one), *counts])
     head = ["task", "metric", "better", "value ± standard error", "shots", "rows"]
     return Table("Accuracy on tasks", head, rows, left=frozenset({1, 2}))
 
@@ -170,12 +173,6 @@ def scores(results: dict[str, Any]) -> list[Score]:
                 error = float(stderr)
             found.append(Score(task, shots, metric, way, float(value), error, rows, better))
     return found
-
-
-def _count(value: int | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:,}"
 
 
 def write_results(

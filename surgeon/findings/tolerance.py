@@ -49,7 +49,7 @@ class ScanTable:
         steps = record.get("steps_per_layer")
         if steps not in (1, 2):
             steps = None
-        over_stretches = cells[[varied_by(str(name)) is None for name in cells["operation"]]]
+        over_stretches = cells[[HEATMAPS[str(name)].varied is None for name in cells["operation"]]]
         return cls(_changing(over_stretches, base), base, num_layers, steps, "program" in record)
 
     @property
@@ -69,43 +69,15 @@ class ScanTable:
         return self.num_layers - saved
 
 
-def title_of(operation: str) -> str:
-    """As pictures name an operation."""
-    if operation in HEATMAPS:
-        return HEATMAPS[operation].title
-    return operation
-
-
-def varied_by(operation: str) -> str | None:
-    """The parameter whose values are the columns of an operation's map, if these are not last layers."""
-    if operation in HEATMAPS:
-        return HEATMAPS[operation].varied
-    return None
-
-
-def named_across(operation: str) -> str | None:
-    """What pictures call the values of that parameter."""
-    if operation in HEATMAPS:
-        return HEATMAPS[operation].across or varied_by(operation)
-    return None
-
-
-def group_size(operation: str) -> int:
-    """How many layers an operation takes together: 2 for pairs, 3 for triplets, 1 where there are no groups."""
-    if operation in HEATMAPS:
-        return HEATMAPS[operation].group
-    return 1
-
-
 def changed_layers(operation: str, first: int, last: int) -> int:
     """How many layers of a stretch an operation changes: all, or those in whole groups."""
-    size = group_size(operation)
+    size = HEATMAPS[operation].group
     return (last - first + 1) // size * size
 
 
 def depth_saved(operation: str, layers: int, steps_per_layer: int | None) -> float | None:
     """By how many layers an operation on so many of them lessens the effective depth; None if it cannot be told."""
-    if operation not in HEATMAPS or layers < 1:
+    if layers < 1:
         return None
     known = [steps_per_layer] if steps_per_layer else [1, 2]
     edited = {steps: HEATMAPS[operation](Program.dense(layers, steps), layers=range(layers)) for steps in known}

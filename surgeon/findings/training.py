@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import pandas as pd
 from matplotlib.axes import Axes
 
-from surgeon.findings.blocks import Table
 from surgeon.findings.drawing import Chart, points, rule, scale
 from surgeon.findings.result import RunResult, TableFile
+from surgeon.progress import clock
 from surgeon.words import known, number, plural
 
 _INTERVALS = tuple(f"{name}_{end}" for name in ("perplexity", "divergence") for end in ("low", "high"))
@@ -98,7 +98,7 @@ def loss_chart(training: pd.DataFrame) -> Chart:
         for place, (name, words) in enumerate(parts.items()):
             label = ""
             if not few:
-                label = f"{words}, mean of {_span(training)} rows"
+                label = f"{words}, mean of {math.ceil(len(training) / _MEANS)} rows"
             elif len(parts) > 1:
                 label = words
             points(axes, drawn["step"], drawn[name], _tips(drawn, name, words), place, label, marks=few)
@@ -174,13 +174,9 @@ def _tips(training: pd.DataFrame, column: str, words: str) -> list[str]:
     return [f"step {step:g}: {words} {number(value)}" for step, value in rows]
 
 
-def _span(training: pd.DataFrame) -> int:
-    return math.ceil(len(training) / _MEANS)
-
-
 def _means(training: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
     """Means of neighbouring rows, at the last one's step."""
-    parts = pd.Series(range(len(training)), index=training.index) // _span(training)
+    parts = pd.Series(range(len(training)), index=training.index) // math.ceil(len(training) / _MEANS)
     return training.groupby(parts).agg({"step": "last", **dict.fromkeys(columns, "mean")})
 
 
@@ -197,42 +193,9 @@ def _value_axis(axes: Axes, values: Sequence[float], log_from: float = _WIDE, ze
     scale(axes, "y", finite, log, zero=zero and not log)
 
 
-def settings_table(settings: Any) -> Iterator[Table]:
-    """How a run was made; nothing where that is not known."""
-    rows = [[name, text] for name, text in _flat(settings or {})]
-    if rows:
-        yield Table("Settings", ["", ""], rows, left=frozenset({1}))
-
-
 def trained_on(record: dict[str, Any]) -> str:
     """Say how much a run trained, on which text and how long."""
     text = f"{plural(int(record['steps']), 'step')} on {int(record['tokens']):,} tokens"
     if record.get("data"):
         text += f" of {record['data']}"
-    return f"{text} in {duration(float(record['seconds']))}"
-
-
-def duration(seconds: float) -> str:
-    """A time as people say it: 42 s, 3.5 min, 2.1 h."""
-    for unit, size in (("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} s"
-
-
-def _flat(settings: dict[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
-    """Settings by name, those inside others behind their names; what is not set is left out."""
-    for name, value in settings.items():
-        text = str(value)
-        if isinstance(value, dict):
-            yield from _flat(value, f"{before}{name}.")
-            continue
-        if value is None or value == []:
-            continue
-        if isinstance(value, bool):
-            text = {True: "yes", False: "no"}[value]
-        elif isinstance(value, float) and math.isfinite(value):
-            text = number(value, 3)
-        elif isinstance(value, list):
-            text = ", ".join(map(str, value))
-        yield f"{before}{name}".replace("_", " "), text
+    return f"{text} in {clock(float(record['seconds']))}"

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from surgeon.findings.drawing import COLOURS, Chart, layers_across, points, scale
 from surgeon.findings.edit import ADDITIVE, NEIGHBOUR, REGRESSION, SECOND_ORDER, WINDOW, Choice, Edit
-from surgeon.words import TIMES, cost, known, number, plural
+from surgeon.words import TIMES, cost, first_few, known, number, plural
 
 Numbers = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -34,7 +34,7 @@ MOST_DIVERGENCE = 1.0  # nats per token: what is further from the original than 
 DRAFT_TIME: Literal["draft_time"] = "draft_time"
 BY = ("divergence", "perplexity", DRAFT_TIME)  # what trials can be ranked by, the usual one first
 _BEST_PART = 0.1  # of the trials, that count as good
-_LONGEST = 72  # characters of edits in a table
+_EDITS_SHOWN = 6  # in a row of a table
 
 
 @dataclass(frozen=True)
@@ -65,22 +65,8 @@ class TrialTable:
         )
 
     def short_edits(self, row: int) -> str:
-        """A trial's edits in few words: of each space its layers, neighbouring ones as one stretch."""
-        groups: dict[tuple[str, str], list[list[int]]] = {}
-        for edit in self.choices[row]:
-            runs = groups.setdefault((edit.space, edit.option), [])
-            if runs and len(edit.layers) == 1 and runs[-1][1] == edit.first:
-                runs[-1][1] = edit.stop
-            else:
-                runs.append([edit.first, edit.stop])
-        parts = [
-            f"{space} {option + ' ' if option else ''}{' '.join(f'{first}:{stop}' for first, stop in runs)}"
-            for (space, option), runs in groups.items()
-        ]
-        text = "; ".join(parts) or "no edits"
-        if len(text) <= _LONGEST:
-            return text
-        return f"{text[: _LONGEST - 4]} ..."
+        """The first of a trial's edits."""
+        return first_few(list(map(str, self.choices[row])), _EDITS_SHOWN) or "no edits"
 
     @cached_property
     def sources(self) -> list[str]:

@@ -14,11 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 import surgeon
 from surgeon.checkpoint.streamed import load_streamed
-from surgeon.commands.capabilities import ADAPTER_RANK, FACTORS, LENGTH, PAIRS, TRACKS, Capabilities, answer
+from surgeon.commands.capabilities import ADAPTER_RANK, FACTORS, LENGTH, PAIRS, Capabilities, answer
 from surgeon.exports.export import plan_export, write_export
 from surgeon.findings.check import NO, PARTLY, YES, Verdict
 from surgeon.language.operations.declare import VARIANTS
@@ -36,7 +35,6 @@ from surgeon.training.model import RackOptions
 from surgeon.training.racks.build import rack_of
 from surgeon.training.racks.partition import Racks, allowed_cuts
 from surgeon.training.scope import add_adapters, choose_parameters
-from surgeon.training.scratch.tracks import narrow
 from surgeon.training.settings import TrainSettings
 from tests.checkpoint.helpers import IDS, logits_of
 from tests.drawn import configurations
@@ -197,9 +195,9 @@ class Tried:
         program = pairs[0].program if isinstance(pairs, list) else self.model.program
         if what == "rack by rack":
             return [partial(self.cut, program)]
-        if what == "native tracks":
-            return [self.tracks]
-        scope = what.removeprefix("heal ") if what not in ("heal by adapters", "distil") else "edited"
+        scope = "edited"
+        if what != "heal by adapters":
+            scope = what.removeprefix("heal ")
         return [partial(self.heal, program, scope, ADAPTER_RANK if what == "heal by adapters" else None)]
 
     def heal(self, program: Program, scope: str, rank: int | None) -> None:
@@ -220,10 +218,6 @@ class Tried:
         whole = edit(surgeon.load(self.folder), program)
         for index in range(len(racks)):
             rack_of(whole, racks, index)
-
-    def tracks(self) -> None:
-        config, program = narrow(surgeon.load(self.folder).config, TRACKS, LENGTH)
-        steps(edit(AutoModelForCausalLM.from_config(config), program))
 
 
 def steps(model: Any) -> None:

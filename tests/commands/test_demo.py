@@ -24,8 +24,7 @@ def test_the_whole_way(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
     table = captured.out.partition("The demo model on two ranks")[2].partition("Divergence is")[0]
     rows = {line.split("  ")[0]: line.split() for line in table.splitlines()}
     dense, ladder = (next(rows[name] for name in rows if name.startswith(start)) for start in ("dense", "ladder"))
-    # The name of scattered pairs takes several lines, and its numbers stand on the last of them.
-    pairs = table.partition("\nLP pairs")[2].partition("\nladder")[0].split()
+    pairs = next(line.split() for line in table.splitlines() if line.startswith("LP pairs"))
     assert dense[1] == "16"
     assert dense[3:5] == ["0.0000", "32"]
     assert pairs[-6] == "12"

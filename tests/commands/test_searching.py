@@ -26,8 +26,9 @@ def test_a_search_is_what_its_command_writes(tiny_checkpoint: Path, tiny_text: P
     assert (tmp_path / "theirs/recipe.yaml").read_text().endswith(found.recipe.to_yaml())
     assert str(found.recipe.program(4)) == str(found.program) == found.winner.trial.proposal.key
     assert len(found.table()) == len(found.trials) == 3
-    assert found.runners_up
-    assert found.winner.trial not in found.runners_up
+    runners_up = [one.trial for one in found.winner.comparison.runners_up]
+    assert runners_up
+    assert found.winner.trial not in runners_up
     assert all(path.is_file() for path in found.files)
     assert (len(found.front), len(found.curves)) == (0, 0)
     assert found.plot().axes

@@ -19,15 +19,12 @@ BAND = r'fill-opacity="0.14"'
 
 def test_before_and_after(tmp_path: Path) -> None:
     text = page_of(make_healing(tmp_path / "pairs.run")).text("model-1-1")
-    assert "trained for 40 steps on 20,480 tokens of text.txt in 120 s" in text.replace("2.0 min", "120 s")
+    assert "trained for 40 steps on 20,480 tokens of text.txt in 2:00" in text
     assert "4,000 held-out tokens were predicted (demo)" in text
     assert re.search(r"original ?10\.00 ?9\.000 to 11\.00 ", text)
     assert re.search(r"edited ?14\.92 ?13\.43 to 16\.41 ?0\.4000 ?0\.3600 to 0\.4400", text)
     # Of ln 14.92 - ln 10 = 0.4 a fourth is left; of the divergence, too.
     assert re.search(r"healed ?11\.05 ?9\.947 to 12\.16 ?75% ?0\.1000 ?0\.09000 to 0\.1100 ?75%", text)
-    for setting in ("train ?edited", "learning rate ?0\\.000100", "warmup steps ?0", "distill ?logits"):
-        assert re.search(setting, text), setting
-    assert "lora" not in text.partition("run.json")[0], "what is not set is left out"
     assert "A0 F0" in text
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from surgeon.findings.program import LayersInOrder, LeftOut, draw_program, outline, outline_text
+from surgeon.findings.drawing import save
+from surgeon.findings.program import LayersInOrder, LeftOut, outline, outline_text, program_figure
 from surgeon.language.operations import ladder, lowrank, pair, parallel, prune, shuffle, tracks
 from surgeon.language.program import Program
 from surgeon.language.sublayer import LayerShapes
@@ -85,7 +86,7 @@ def test_layers_of_one_step() -> None:
 )
 def test_the_picture_holds_all_that_is_drawn(program: Program, tmp_path: Path) -> None:
     layers = 1 + max(layer for sublayer in program.sublayers() for layer in sublayer.layers)
-    path = draw_program(program, layers, 2, "A title", tmp_path / "program.png")
+    path = save(program_figure(program, layers, 2, "A title"), tmp_path / "program.png")
     picture = imread(path)[..., :3]
     drawn = np.argwhere((picture < 0.95).any(-1))
     margin = np.minimum(drawn.min(0), np.array(picture.shape[:2]) - 1 - drawn.max(0))

@@ -28,7 +28,6 @@ def test_depth_that_depends_on_the_family() -> None:
     assert depth_saved("prune-attention", 4, None) is None
     assert depth_saved("prune-attention", 4, 2) == 2
     assert depth_saved("lp", 4, None) == 2
-    assert depth_saved("of another version", 4, 2) is None
 
 
 def scan_of(operations: tuple[str, ...], num_layers: int) -> ScanTable:

@@ -15,8 +15,8 @@ import surgeon.language.operations
 from surgeon.analysis.cells import SCANNED, check_operations, scan_cells, select, selected_cells
 from surgeon.analysis.proxies import readers
 from surgeon.analysis.scan import order_of
-from surgeon.findings.scan import Scan, title_of
-from surgeon.findings.tolerance import changed_layers, group_size
+from surgeon.findings.scan import Scan
+from surgeon.findings.tolerance import changed_layers
 from surgeon.language.operations.base import OPERATIONS, find_stretch, operation
 from surgeon.language.operations.declare import HEATMAPS, VARIANTS, Heatmap, Variant
 from surgeon.language.operations.variants import is_variant, variant, variant_names
@@ -105,7 +105,7 @@ def test_one_declaration_is_all_a_scan_needs() -> None:
     assert len(whole.seeds) == len(whole.programs) == 3
     assert order_of(whole.programs[0], whole.layers) == "2 0 1"
     assert readers("rotate-pairs", 0, 2, 4) == [1]
-    assert (group_size("rotate-pairs"), changed_layers("rotate-pairs", 0, 2)) == (2, 2)
+    assert (HEATMAPS["rotate-pairs"].group, changed_layers("rotate-pairs", 0, 2)) == (2, 2)
 
 
 @pytest.mark.usefixtures("rotate")
@@ -124,7 +124,7 @@ def test_one_declaration_is_all_a_bench_needs() -> None:
 
 @pytest.mark.usefixtures("rotate")
 def test_one_declaration_is_all_a_report_needs(tmp_path: Path) -> None:
-    assert title_of("rotate-pairs") == "Rotate pairs"
+    assert HEATMAPS["rotate-pairs"].title == "Rotate pairs"
     page = page_of(make_scan(tmp_path / "scan", ("rotate-pairs", "rotate"), 6)).html
     assert "Rotate pairs: where the stretch ends" in page
     assert "no measured way to turn" in page
