@@ -103,13 +103,6 @@ class Model(StoredModel):
         return ModelShapes.of(self.label, self.config)
 
     @property
-    def in_turn(self) -> Model:
-        """The same, of which a layer counts for itself also where it is the same as an earlier one."""
-        alone = replace(self)
-        vars(alone)["program"] = self.own or Program.dense(self.num_layers, self.family.steps_per_layer)
-        return alone
-
-    @property
     def positions(self) -> int:
         """How many tokens it can read at once."""
         return longest_text(self.family, self.config)
@@ -281,7 +274,15 @@ def open_edited(
     if isinstance(what, EditedModel):
         edited = what
     elif isinstance(what, Recipe):
-        edited = _open_recipe(what, original)
+        model = open_model(original or what.model)
+        recipe = what
+        if original is not None and recipe.weights is not None:
+            if mismatch := recipe.mismatch(model.hash, model.checkpoint.weights_hash()):
+                warnings.warn(mismatch, stacklevel=2)
+            recipe = replace(recipe, weights=model.hash)
+        made = model.program_of(recipe)
+        model.check(made)
+        edited = EditedModel(recipe.source, model, made, recipe)
     else:
         model = open_model(what)
         asked = Program.parse(program) if isinstance(program, str) else program
@@ -291,18 +292,6 @@ def open_edited(
     if tokenizer:
         _ = edited.model.tokenizer  # what is wrong with it is said now
     return edited
-
-
-def _open_recipe(recipe: Recipe, original: str | Path | Model | None) -> EditedModel:
-    """What a recipe makes of its model, or of another one."""
-    model = open_model(original or recipe.model)
-    if original is not None and recipe.weights is not None:
-        if mismatch := recipe.mismatch(model.hash, model.checkpoint.weights_hash()):
-            warnings.warn(mismatch, stacklevel=3)
-        recipe = replace(recipe, weights=model.hash)
-    asked = model.program_of(recipe)
-    model.check(asked)
-    return EditedModel(recipe.source, model, asked, recipe)
 
 
 def choose_device(device: str) -> str:

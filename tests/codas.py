@@ -15,8 +15,8 @@ from surgeon.models.edit import program_of
 from surgeon.models.families import family_of
 from surgeon.quality.head import OutputHead
 from surgeon.training.racks.build import rack_of
+from surgeon.training.racks.model import build_stretch, fed
 from surgeon.training.racks.partition import Racks
-from surgeon.training.racks.stretch import build_stretch, fed
 
 
 def save_codas(folder: Path, model: Any, cut: int = 2, depth: int = 1, noise: float = 0.0, tied: bool = False) -> None:

@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 
 # By name: the forms that have the file, as it was, or why none has it.
-ALL, PLAIN = ("plain", "fused", "program"), ("plain",)
-UNKNOWN, CODE = "not known to belong to a model", "code that no configuration names"
+ALL = ("plain", "fused", "program")
+UNKNOWN, CODE = "not known to belong to a model", "code, in whose place others have classes of their own"
 TRAINING, WEIGHTS = "of training", "other weights"
-REPLACED = "code of the model itself, in whose place this form has its own"
 BECOMES: dict[str, tuple[str, ...] | str] = {
     "tokenizer.json": ALL,
     "tokenizer_config.json": ALL,
@@ -23,21 +22,20 @@ BECOMES: dict[str, tuple[str, ...] | str] = {
     "tokenizer.model": ALL,
     "spiece.model": ALL,
     "qwen.tiktoken": ALL,
-    "tokenization_own.py": ALL,  # which tokenizer_config.json names
+    "tokenization_own.py": ALL,
     "generation_config.json": ALL,
     "preprocessor_config.json": ALL,
     "processor_config.json": ALL,
-    "processing_own.py": ALL,  # which processor_config.json names
+    "processing_own.py": ALL,
     "SYSTEM_PROMPT.txt": ALL,
     "LICENSE": ALL,
     "license.txt": ALL,
     "LICENSES/Apache-2.0.txt": ALL,
     "NOTICE": ALL,
     "USE_POLICY.md": ALL,
-    "configuration_own.py": PLAIN,  # which config.json names
-    "modeling_own.py": PLAIN,
-    "layers_own.py": PLAIN,  # which modeling_own.py imports
-    "unused_own.py": CODE,
+    "configuration_own.py": CODE,
+    "modeling_own.py": CODE,
+    "layers_own.py": CODE,
     "notes.txt": UNKNOWN,
     "assets/": UNKNOWN,
     "pytorch_model.bin": WEIGHTS,
@@ -58,14 +56,6 @@ BECOMES: dict[str, tuple[str, ...] | str] = {
 }
 OF_TOOLS = (".gitattributes", ".cache/", "__pycache__/")  # of which nothing is said
 MADE_ANEW = ("config.json", "README.md", "model.safetensors", "surgeon.json")
-_CODE = {
-    "tokenization_own.py": "class OwnTokenizer: ...",
-    "processing_own.py": "class OwnProcessor: ...",
-    "configuration_own.py": "from transformers import LlamaConfig\n\nclass OwnConfig(LlamaConfig): ...",
-    "layers_own.py": "layers = 1",
-    "modeling_own.py": "from transformers import LlamaForCausalLM\n\nfrom .configuration_own import OwnConfig\n"
-    "from .layers_own import layers\n\nclass OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n",
-}
 AUTO_MAP = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
 
 
@@ -78,7 +68,7 @@ def furnish(folder: Path) -> Path:
             path.mkdir()
             (path / "inside.txt").write_text("inside")
         elif not path.exists():
-            path.write_text("{}" if path.suffix == ".json" else _CODE.get(name, f"this is {name}\n"))
+            path.write_text("{}" if path.suffix == ".json" else f"this is {name}\n")
     (folder / "README.md").write_text("---\nlicense: mit\n---\n# another card\n")
     # Written by hand: other software would put it differently.
     (folder / "generation_config.json").write_text('{"max_new_tokens": 7,   "eos_token_id": 1}')
@@ -88,10 +78,9 @@ def furnish(folder: Path) -> Path:
     return folder
 
 
-def expected(form: str) -> dict[str, str]:
-    """What a checkpoint in a form leaves behind, and why."""
-    left = {name: REPLACED for name, becomes in BECOMES.items() if becomes is PLAIN and form not in PLAIN}
-    return left | {name: becomes for name, becomes in BECOMES.items() if isinstance(becomes, str)}
+def expected() -> dict[str, str]:
+    """What a checkpoint leaves behind, and why."""
+    return {name: becomes for name, becomes in BECOMES.items() if isinstance(becomes, str)}
 
 
 def check(source: Path, target: Path, form: str, changed: tuple[str, ...] = ()) -> None:
@@ -108,7 +97,7 @@ def check(source: Path, target: Path, form: str, changed: tuple[str, ...] = ()) 
     assert other == set(changed)
     assert not any(path.is_symlink() for path in target.rglob("*"))
     report = json.loads((target / "surgeon.json").read_text())
-    assert report["companions"]["left_behind"] == expected(form)
+    assert report["companions"]["left_behind"] == expected()
     assert set(report["companions"]["carried"]) == carried
     assert carried <= report["files"].keys()
 

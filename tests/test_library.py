@@ -191,7 +191,6 @@ def test_whatever_a_model_is_can_be_exported(tiny_checkpoint: Path, tmp_path: Pa
     assert found[0].table().loc[0, ["form", "depth", "syncs", "program"]].tolist() == ["fused", 3, 6, PAIRED]
     page = surgeon.report([one.folder for one in found[1:3]], tmp_path / "page.html")
     assert repr(page) == f"<ReportPage {tmp_path / 'page.html'}: {len(page.chapters)} model>"
-    assert "<table" in page._repr_html_()
     assert repr(ExportRun.read(found[1].folder)).startswith("<ExportRun of ")
     weights = [(one.folder / "model.safetensors").read_bytes() for one in found]
     assert weights == weights[:1] * 4

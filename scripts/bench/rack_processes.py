@@ -17,11 +17,9 @@ from scripts.bench.rack_model import cut, head_units
 from surgeon.checkpoint.read import read_json
 from surgeon.language.program import Program
 from surgeon.models.edit import edit
-from surgeon.training.racks.pace import RackPace
 from surgeon.training.racks.partition import Racks
-from surgeon.training.racks.rack_log import TIMELINE_FILE, TRAFFIC_FILE
-from surgeon.training.racks.run_files import RESULT_FILE, ProcessOptions, rack_folder
-from surgeon.training.racks.subject import RacksToTrain
+from surgeon.training.racks.rack_log import TIMELINE_FILE, TRAFFIC_FILE, RackPace
+from surgeon.training.racks.run_files import RESULT_FILE, ProcessOptions, RacksToTrain, rack_folder
 from surgeon.training.racks.supervisor import train_in_processes
 from surgeon.training.run_log import read_rows
 from surgeon.training.texts import TrainTexts

@@ -1,4 +1,4 @@
-"""How a text uses each expert of a model's mixtures: how many tokens it gets, what it gives, and who would stand in.
+"""How a text uses each expert of a model's mixtures: how many tokens it gets, and what it gives.
 
 In the unedited model, with w_e(x) the weight that the router gives expert e for a token x (0 where it is not chosen)
 and f_e(x) what the expert makes of it,
@@ -11,8 +11,6 @@ and f_e(x) what the expert makes of it,
 
 Where weights are multiplied with what an expert reads, f_e(w_e(x) x) is what it makes of x, and size and saliency are
 the mean of its norm.
-
-A mixture's inputs do not change where one of its own experts is left out, so that the loads after that are exact, too.
 """
 
 from __future__ import annotations
@@ -50,7 +48,6 @@ class ExpertUse:
         weights: the sum of their weights, (experts,).
         sizes: the sum of the norms of what it makes of them, (experts,).
         saliency: the sum of the products of both, (experts,).
-        without: how many each expert would get if another one were left out, (left out, experts).
     """
 
     tokens: int
@@ -58,7 +55,6 @@ class ExpertUse:
     weights: Tensor
     sizes: Tensor
     saliency: Tensor
-    without: Tensor
 
     def mean(self, sums: Tensor) -> Tensor:
         """Over the tokens that each expert gets; 0 where it gets none."""
@@ -97,23 +93,15 @@ def expert_use(
         return {}
 
 
-def use_tables(found: Mapping[int, ExpertUse]) -> dict[str, pd.DataFrame]:
-    """`experts` and `loads` as `surgeon.findings.scan.Scan` has them."""
+def use_table(found: Mapping[int, ExpertUse]) -> pd.DataFrame:
+    """`experts` as `surgeon.findings.scan.Scan` has them."""
     uses = []
-    loads = []
     for layer, use in found.items():
         columns = {"load": use.sent / use.tokens, "weight": use.mean(use.weights), "size": use.mean(use.sizes)}
         columns["saliency"] = use.mean(use.saliency)
         experts = range(len(use.sent))
         uses.append(pd.DataFrame({"layer": layer, "expert": experts, **{k: v.cpu() for k, v in columns.items()}}))
-        share = (use.without / use.tokens).tolist()
-        pairs = [(one, other) for one in experts for other in experts if one != other]
-        loads.append(pd.DataFrame([(layer, one, other, share[one][other]) for one, other in pairs]))
-    names = ["layer", "without", "expert", "load"]
-    return {
-        "experts": pd.concat(uses, ignore_index=True) if uses else pd.DataFrame(),
-        "loads": pd.concat(loads, ignore_index=True).set_axis(names, axis=1) if loads else pd.DataFrame(),
-    }
+    return pd.concat(uses, ignore_index=True) if uses else pd.DataFrame()
 
 
 def _walk(
@@ -158,9 +146,11 @@ class _Sums:
         bias = tensors.get("router.bias")
         experts = len(router)
         zero = partial(torch.zeros, experts, dtype=torch.float64, device=router.device)
-        square = torch.zeros(experts, experts, dtype=torch.float64, device=router.device)
-        use = ExpertUse(0, zero(), zero(), zero(), zero(), square)
-        logits = partial(_logits, router, bias)
+        use = ExpertUse(0, zero(), zero(), zero(), zero())
+
+        def logits(inputs: Tensor) -> Tensor:
+            return nn.functional.linear(inputs.float(), router, bias)
+
         return cls(use, logits, spec.routing(config), tensors.get("router.correction"), spec.weighs_inputs)
 
     def add(self, experts: nn.Module, inputs: Tensor, *routed: Tensor) -> None:
@@ -171,21 +161,14 @@ class _Sums:
         """
         rows = inputs.flatten(0, -2)
         use = self.use
-        logits = self.logits(rows)
-        chosen, weights = routed or route(logits, self.routing, self.correction)
+        chosen, weights = routed or route(self.logits(rows), self.routing, self.correction)
         sizes = (self._weighed_sizes if self.weighs_inputs else _sizes)(experts, rows, chosen, weights)
         given = sizes if self.weighs_inputs else sizes * weights.double()
-        without = use.without.clone()
-        for expert in range(len(use.sent)):
-            rest = [one for one in range(len(use.sent)) if one != expert]
-            correction = None if self.correction is None else self.correction[rest]
-            again = route(logits[:, rest], self.routing, correction).experts
-            without[expert, rest] += again.flatten().bincount(minlength=len(rest)).double()
         columns = (use.sent, torch.ones_like(sizes)), (use.weights, weights), (use.sizes, sizes), (use.saliency, given)
         sent, total, size, salient = (
             one.index_add(0, chosen.flatten(), new.double().flatten()) for one, new in columns
         )
-        self.use = ExpertUse(use.tokens + len(rows), sent, total, size, salient, without)
+        self.use = ExpertUse(use.tokens + len(rows), sent, total, size, salient)
 
     def _weighed_sizes(self, experts: nn.Module, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """As `_sizes`, where a token is weighed before an expert reads it, and each expert has a copy of all."""
@@ -206,7 +189,3 @@ def _sizes(experts: nn.Module, rows: Tensor, chosen: Tensor, weights: Tensor) ->
         made = experts.forward(rows[tokens], own, weights.new_ones(len(tokens), 1))
         found[tokens, place] = made.double().norm(dim=-1)
     return found
-
-
-def _logits(router: Tensor, bias: Tensor | None, inputs: Tensor) -> Tensor:
-    return nn.functional.linear(inputs.float(), router, bias)

@@ -31,7 +31,7 @@ from surgeon.analysis.engine.measure import MeasureOptions, ProgramJournal, meas
 from surgeon.analysis.engine.memory import windows_at_once
 from surgeon.analysis.engine.sharing import SharedPlan, plain_sublayers, share, simplify
 from surgeon.analysis.engine.workers import Job, measure_in_workers
-from surgeon.analysis.experts import expert_use, use_tables
+from surgeon.analysis.experts import expert_use, use_table
 from surgeon.analysis.importance import most_important
 from surgeon.analysis.subject import Subject
 from surgeon.checkpoint.read import read_json
@@ -260,10 +260,10 @@ def scan(
         record |= {"base_perplexity": perplexity(base), "base_interval": perplexity_interval(base)}
         record |= work.counts(table)
         permutations = permutations_table(outcomes, base, predicted, run.values)
-        tables: dict[str, Any] = {}
+        experts = pd.DataFrame()
         if any(EXPERTS_MAP in one["operations"] for one in (asked, *earlier)):
-            tables = use_tables(expert_use(model, windows, memory=subject.memory))
-        found = Scan(table, perplexity(base), permutations, **tables, record=record)
+            experts = use_table(expert_use(model, windows, memory=subject.memory))
+        found = Scan(table, perplexity(base), permutations, experts, record=record)
         found.write(folder)
         return found
 

@@ -21,7 +21,7 @@ class FileKind(Enum):
     TOKENIZER = "of the tokenizer"
     SETTINGS = "settings"
     TERMS = "terms of use"
-    CODE = "code that no configuration names"
+    CODE = "code, in whose place others have classes of their own"
     WEIGHTS = "other weights"
     TRAINING = "of training"
     CODAS = "of these weights alone"
@@ -45,7 +45,8 @@ CARRIED = {
 # Which are looked into.
 FOLDERS = {pattern.partition("/")[0] for patterns in CARRIED.values() for pattern in patterns if "/" in pattern}
 
-# In the order in which they are asked: what is weights, or code, is no tokenizer, whatever else its name says.
+# What is weights, or code, is no tokenizer, whatever else its name says; but for code that reads texts and images.
+_CODE = {FileKind.TOKENIZER: ("tokenization_*.py",), FileKind.SETTINGS: ("*processing_*.py",)}
 _LEFT = {
     FileKind.OF_TOOLS: (".*", "__pycache__/"),
     FileKind.MADE_ANEW: ("config.json", "readme.md", REPORT_FILE, "modeling_surgeon_*.py"),
@@ -68,7 +69,7 @@ def kind_of(name: str) -> FileKind:
     """What a file is, or a folder, whose name ends in a slash."""
     lower = name.lower()
     last = lower if lower.endswith("/") else lower.rpartition("/")[2]
-    for kind, patterns in _LEFT.items():
+    for kind, patterns in (*_CODE.items(), *_LEFT.items()):
         if any(fnmatchcase(last, pattern) for pattern in patterns):
             return kind
     for kind, patterns in CARRIED.items():

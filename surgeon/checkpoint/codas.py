@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING
 
 from surgeon.checkpoint.belongings import CODAS
-from surgeon.checkpoint.header import read_header
 from surgeon.checkpoint.read import Checkpoint, read_json
+from surgeon.checkpoint.tensor_file import read_header
 from surgeon.errors import first_line, shown
 from surgeon.language.program import Program
 from surgeon.processes.files import sync_tree, write_json

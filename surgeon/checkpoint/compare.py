@@ -110,7 +110,11 @@ def _difference(a: Checkpoint, a_name: str, b: Checkpoint, b_name: str) -> str |
     widest = max(a.dtype(a_name).itemsize, b.dtype(b_name).itemsize)
     rows = max(1, PART // max(1, math.prod(shape[1:]) * widest))
     for part_a, part_b in zip(a.rows(a_name, rows), b.rows(b_name, rows), strict=True):
-        differs = _differing(part_a, part_b)
+        if part_a.dtype != part_b.dtype:
+            differs = (_wide(part_a) != _wide(part_b)).reshape(-1)
+        else:  # bit for bit, so that -0 is not 0
+            width = part_a.dtype.itemsize
+            differs = (as_bytes(part_a).view(-1, width) != as_bytes(part_b).view(-1, width)).any(dim=1)
         if differs.any():
             count += int(differs.sum())
             apart = (_wide(part_a).reshape(-1)[differs] - _wide(part_b).reshape(-1)[differs]).abs()
@@ -121,14 +125,6 @@ def _difference(a: Checkpoint, a_name: str, b: Checkpoint, b_name: str) -> str |
     if count:
         words.append(f"{count:,} of {math.prod(shape):,} values, by {most:.3g} at most")
     return ", ".join(words)
-
-
-def _differing(a: Tensor, b: Tensor) -> Tensor:
-    """Flags of the elements that differ: bit for bit where both have one dtype, so that -0 is not 0."""
-    if a.dtype != b.dtype:
-        return (_wide(a) != _wide(b)).reshape(-1)
-    width = a.dtype.itemsize
-    return (as_bytes(a).view(-1, width) != as_bytes(b).view(-1, width)).any(dim=1)
 
 
 def _wide(tensor: Tensor) -> Tensor:

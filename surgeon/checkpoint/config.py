@@ -36,12 +36,10 @@ MOST_LABELS = 1_000_000  # of a classifier, which a config.json may speak of
 _OF_LAYERS_THAT_DIFFER = "transformers.integrations.heterogeneity.configuration_utils"  # a logger
 
 
-def _is_not_ours(_: logging.LogRecord) -> bool:
-    """Whether others than surgeon read a size of a configuration whose layers differ in it; it reads all of them."""
-    return not any(frame.f_globals.get("__name__", "").startswith("surgeon.") for frame, _ in walk_stack(None))
-
-
-logging.getLogger(_OF_LAYERS_THAT_DIFFER).addFilter(_is_not_ours)
+# Of a size of a configuration whose layers differ in it others are told as they read it; surgeon reads all of them.
+logging.getLogger(_OF_LAYERS_THAT_DIFFER).addFilter(
+    lambda _: not any(frame.f_globals.get("__name__", "").startswith("surgeon.") for frame, _ in walk_stack(None))
+)
 
 
 def read_config(checkpoint: Checkpoint) -> tuple[Any, Program | None]:
@@ -231,7 +229,11 @@ def _check_widths(checkpoint: Checkpoint) -> None:
 
 def _leave_out_biases(checkpoint: Checkpoint, config: Any) -> None:
     """Leave out zeros that are stored as biases of layers that have none, as AutoGPTQ did; refuse other numbers."""
-    beside = checkpoint.biases_beside
+    beside = [
+        bias
+        for name, one in checkpoint.quantised.items()
+        if one.scheme.writes_biases and (bias := f"{name.removesuffix(one.scheme.stands_for)}.bias") in checkpoint
+    ]
     if not beside:
         return
     from transformers import AutoModelForCausalLM  # takes its time, and others do without it

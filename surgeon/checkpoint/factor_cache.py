@@ -16,10 +16,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from surgeon.checkpoint.header import read_header
+from surgeon.checkpoint.tensor_file import read_header
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.weights import Factors, FactorSource, WeightMatrix, unit_source
-from surgeon.models.weights.units import LayerWeights
+from surgeon.models.weights.layers import StoredWeights
 from surgeon.processes.files import whole_file
 
 
@@ -63,7 +63,7 @@ class FactorCache:
         with safe_open(path, framework="pt") as file:
             return Factors(*map(file.get_tensor, Factors._fields))
 
-    def order(self, kind: str, layer: int, weights: LayerWeights) -> Tensor:
+    def order(self, kind: str, layer: int, weights: StoredWeights) -> Tensor:
         return unit_source(self.source).order(kind, layer, weights)
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS, ROLES, Sublayer
 from surgeon.models.edit import PROGRAM_KEY
 from surgeon.models.families import FAMILIES, Family
+from surgeon.models.weights import Store
 from surgeon.models.weights.layout import modules_of
 
 Entries = dict[str, Any]  # of a config.json
@@ -49,14 +50,6 @@ STYLES = (
     ("{path}.VT", "{path}.U"),  # Palu
 )
 _ROUNDED_TO = 256  # neurons, by DeciLM's ffn_mult
-
-
-class Shapes(Protocol):
-    """What is known of stored tensors without reading them."""
-
-    def names(self) -> list[str]: ...
-
-    def shape(self, name: str) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -182,7 +175,7 @@ def repeated_heads(head_dim: int, times: int, tensors: list[Tensor]) -> Tensor:
     return heads.repeat_interleave(times, 0).flatten(0, 1)
 
 
-def queries_by_layer(family: Family, layers: str, store: Shapes) -> list[tuple[str, int]]:
+def queries_by_layer(family: Family, layers: str, store: Store) -> list[tuple[str, int]]:
     """Names of the tensors that make queries, keys and values in layers behind the first, and of which layer each is.
 
     Args:
@@ -199,7 +192,7 @@ def divided_queries(number: int, tensors: list[Tensor]) -> Tensor:
     return torch.cat([(queries.float() / number).to(whole.dtype), *others], -1)
 
 
-def factor_pairs(family: Family, layers: str, store: Shapes) -> dict[tuple[int, str], Pair]:
+def factor_pairs(family: Family, layers: str, store: Store) -> dict[tuple[int, str], Pair]:
     """The matrices that are stored as two factors, by layer and role.
 
     Args:
@@ -227,7 +220,7 @@ def factor_pairs(family: Family, layers: str, store: Shapes) -> dict[tuple[int, 
     return pairs
 
 
-def _pair(prefix: str, path: str, names: set[str], store: Shapes) -> Pair | None:
+def _pair(prefix: str, path: str, names: set[str], store: Store) -> Pair | None:
     parent, _, name = path.rpartition(".")
     words = {"path": path, "parent": f"{parent}." if parent else "", "stem": name.removesuffix("_proj")}
     for first, second in ((a.format(**words), b.format(**words)) for a, b in STYLES):

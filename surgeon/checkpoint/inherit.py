@@ -53,12 +53,17 @@ def inherit(folder: Path) -> Inherited:
     if not path.is_file():
         return Inherited({})
     try:
-        front = _front_matter(path)
+        if path.stat().st_size > LARGEST_CARD:
+            raise ValueError(f"the file has more than {LARGEST_CARD:,} bytes")
+        match = _FRONT_MATTER.match(path.read_text(encoding="utf-8-sig"))
+        front = read_yaml(match[1]).value if match else None
+        if not isinstance(front, dict | None):
+            raise ValueError("it is no mapping")
     except (OSError, ValueError) as error:
         return Inherited({}, (f"The front matter of its {CARD_FILE} cannot be read ({first_line(error)}).",))
     metadata: dict[str, Any] = {}
     notes = []
-    for key, value in front.items():
+    for key, value in (front or {}).items():
         is_carried = isinstance(key, str) and (key in (*TEXTS, *LISTS) or key.startswith(TERMS))
         if not is_carried or value is None:
             continue
@@ -67,17 +72,6 @@ def inherit(folder: Path) -> Inherited:
         else:
             notes.append(f"Its {CARD_FILE} has {key}: {shown(value)}, which is not what belongs there.")
     return Inherited(metadata, tuple(notes))
-
-
-def _front_matter(path: Path) -> dict[Any, Any]:
-    """The YAML between two lines of --- that a card begins with."""
-    if path.stat().st_size > LARGEST_CARD:
-        raise ValueError(f"the file has more than {LARGEST_CARD:,} bytes")
-    match = _FRONT_MATTER.match(path.read_text(encoding="utf-8-sig"))
-    front = read_yaml(match[1]).value if match else None
-    if not isinstance(front, dict | None):
-        raise ValueError("it is no mapping")
-    return front or {}
 
 
 def _is_valid(key: str, value: Any) -> bool:

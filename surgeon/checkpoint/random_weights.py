@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgeon.checkpoint.header import Entry
 from surgeon.checkpoint.imported import uniform
 from surgeon.checkpoint.read import Checkpoint, read_json
 from surgeon.checkpoint.stored import StoredModel
-from surgeon.checkpoint.tensor_file import TensorFiles
+from surgeon.checkpoint.tensor_file import Entry, TensorFiles
 from surgeon.checkpoint.wrapped import Wrapped
 from surgeon.errors import first_line
 from surgeon.language.sublayer import Sublayer

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from surgeon.checkpoint.belongings import patterns_for_the_hub
-from surgeon.checkpoint.header import parse_json
 from surgeon.checkpoint.imported import (
     Pair,
     divided_queries,
@@ -31,7 +30,7 @@ from surgeon.checkpoint.imported import (
     with_ranks,
 )
 from surgeon.checkpoint.offline import fetching
-from surgeon.checkpoint.tensor_file import Derived, TensorFiles, blocks_of
+from surgeon.checkpoint.tensor_file import Derived, TensorFiles, blocks_of, parse_json
 from surgeon.checkpoint.wrapped import Wrapped
 from surgeon.demo import demo_model
 from surgeon.errors import shown
@@ -290,16 +289,6 @@ class Checkpoint(TensorFiles):
         if name in self.quantised:
             return [*self.quantised[name].parts.values()]
         return [name]
-
-    @property
-    def biases_beside(self) -> list[str]:
-        """The biases of quantised matrices whose software writes them where an architecture has none, too."""
-        of_modules = (
-            f"{name.removesuffix(one.scheme.stands_for)}.bias"
-            for name, one in self.quantised.items()
-            if one.scheme.writes_biases
-        )
-        return [name for name in of_modules if name in self]
 
     def without(self, names: Iterable[str]) -> None:
         """Know these tensors no more."""

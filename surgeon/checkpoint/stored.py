@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,68 +11,14 @@ import torch
 
 from surgeon.checkpoint.belongings import REPORT_FILE
 from surgeon.checkpoint.read import Checkpoint, read_json
-from surgeon.checkpoint.tensor_file import TensorFiles
 from surgeon.checkpoint.training import is_no_source, lacking
 from surgeon.checkpoint.wrapped import Wrapped
 from surgeon.errors import shown
 from surgeon.gpus import gpu_with_room
 from surgeon.language.program import Program
 from surgeon.models.families import Family, family_of
-from surgeon.models.weights import ModelWeights, Names
+from surgeon.models.weights import ModelWeights
 from surgeon.words import MOST_LAYERS
-
-Tensors = dict[str, str]  # of a layer: stored names by path
-
-
-def stacked(checkpoint: Checkpoint, family: Family, config: Any) -> Program | None:
-    """The program of a checkpoint whose layers are in part the same as earlier ones, bit for bit; None if none is.
-
-    Norms are read, and more of a layer only as far as it is the same as an earlier one.
-    """
-    first = dict(_same(checkpoint, family, config))
-    if not first:
-        return None
-    dense = Program.dense(int(config.num_hidden_layers), family.steps_per_layer)
-    return dense.renamed(lambda one: replace(one, layers=tuple(first.get(layer, layer) for layer in one.layers)))
-
-
-def _same(checkpoint: Checkpoint, family: Family, config: Any) -> Iterator[tuple[int, int]]:
-    """Layers, and the first ones that are the same."""
-    files = checkpoint.raw
-    layers = list(_layers(files, Names(checkpoint, family).layers, int(config.num_hidden_layers)))
-    lists = [(values, len(values)) for key in family.layer_lists if (values := getattr(config, key, None))]
-    norms = [f"{spec.norm or spec.post_norm}.weight" for spec in (family.attention, family.mlp)]
-    seen: dict[Any, list[int]] = {}
-    for layer, tensors in enumerate(layers):
-        said = tuple(str(values[layer]) for values, count in lists if layer < count)
-        gains = tuple(b"".join(files.blocks(tensors[path])) for path in norms if path in tensors)
-        alike = seen.setdefault((said, gains), [])
-        same = next((other for other in alike if _are_same(files, layers[other], tensors)), None)
-        if same is None:
-            alike.append(layer)
-        else:
-            yield layer, same
-
-
-def _layers(files: TensorFiles, prefix: str, count: int) -> Iterator[Tensors]:
-    found: list[Tensors] = [{} for _ in range(count)]
-    for name in files.names():
-        match = re.fullmatch(rf"{re.escape(prefix)}(\d+)\.(.+)", name)
-        if match is not None and int(match[1]) < count:
-            found[int(match[1])][match[2]] = name
-    return iter(found)
-
-
-def _are_same(files: TensorFiles, one: Tensors, other: Tensors) -> bool:
-    if one.keys() != other.keys():
-        return False
-    # Of different matrices the first block tells.
-    pairs = [(name, other[path]) for path, name in one.items()]
-    return all(
-        (files.dtype(a), files.shape(a)) == (files.dtype(b), files.shape(b))
-        and all(here == there for here, there in zip(files.blocks(a), files.blocks(b), strict=True))
-        for a, b in pairs
-    )
 
 
 @dataclass(frozen=True)
@@ -127,17 +71,10 @@ class StoredModel:
         """How many layers it is stored as."""
         return int(self.config.num_hidden_layers)
 
-    @cached_property
+    @property
     def program(self) -> Program:
-        """What it runs: its own program, or its layers one after the other.
-
-        A layer that is the same as an earlier one, bit for bit, is that one again.
-        """
-        if self.own is not None:
-            return self.own
-        read = self.files is not None and self.files.folder.is_dir()  # or there are no numbers to compare
-        repeated = stacked(self.checkpoint, self.family, self.config) if read else None
-        return repeated or Program.dense(self.num_layers, self.family.steps_per_layer)
+        """What it runs: its own program, or its layers one after the other."""
+        return self.own or Program.dense(self.num_layers, self.family.steps_per_layer)
 
     @cached_property
     def weights(self) -> ModelWeights:

@@ -125,11 +125,11 @@ def encode(encoder: Encoder, prompt: str, most: int) -> list[int]:
         most: how many it may have.
 
     Raises:
-        ValueError: if it has none, certainly has more, or is not text.
+        ValueError: if it has none, is far longer, or is not text.
     """
-    if (fewest := encoder.fewest(prompt)) > most:
+    if len(prompt) > (characters := encoder.most_characters(most)):
         raise ValueError(
-            f"the prompt has {len(prompt)} characters, which are at least {fewest} tokens, and the model has {most} "
+            f"the prompt has {len(prompt)} characters; at most {characters} are read, as the model has {most} "
             "positions; shorten it"
         )
     try:

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from surgeon.beside import Beside, Stopped
 from surgeon.checkpoint.forms import PlannedTensor
-from surgeon.checkpoint.header import DTYPES
 from surgeon.checkpoint.read import INDEX_FILE, SINGLE_FILE, Checkpoint
-from surgeon.checkpoint.tensor_file import BLOCK
+from surgeon.checkpoint.tensor_file import BLOCK, DTYPES
 from surgeon.checkpoint.verify import FileRecord
 from surgeon.errors import naming
 from surgeon.processes.files import sync, write_json

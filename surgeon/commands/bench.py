@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,16 +34,7 @@ RANDOM = "random tokens"
 _VARIANTS_LISTED = ", ".join(described(name, variant.note) for name, variant in VARIANTS.items())
 
 
-def _show(call: partial[Benchmark]) -> None:
-    found = call()
-    print(found)
-    for timeline in found.traces:
-        print(f"{timeline}: open it in chrome://tracing or https://ui.perfetto.dev", file=sys.stderr)
-    if "output" in call.keywords:
-        print(f"{call.keywords['output']}: bench.csv, bench.json, bench.png", file=sys.stderr)
-
-
-@command(_show)
+@command()
 def bench(
     model: Annotated[
         str | Path | Model | EditedModel,

@@ -34,11 +34,10 @@ def calibrate(
     device: RanksDevice = "auto",
     dtype: Dtype = "auto",
 ) -> Hardware:
-    """Measure this machine at a model's shapes, and write a hardware file with intervals.
+    """Measure this machine at a model's shapes, and write a hardware file.
 
     Times, on real ranks, matrix products of the model's sizes by rows, collectives by size and ranks, and whole passes
-    of the unedited model. Nothing else should run meanwhile. Figures are medians over the rounds; the intervals are the
-    least and the largest.
+    of the unedited model. Nothing else should run meanwhile. Figures are medians over the rounds.
 
     The file is for this machine and for models of about these shapes: what caches hold, and which part of its peak a
     product reaches, depends on them. Give it to surgeon predict as --hardware FILE.yaml. Ended early, it writes none.

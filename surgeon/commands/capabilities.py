@@ -51,8 +51,8 @@ from surgeon.searches.mixture import Mixture
 from surgeon.searches.spaces import SPACES, parse_spaces
 from surgeon.training.memory import BYTES, training_bytes
 from surgeon.training.racks.build import require_known
+from surgeon.training.racks.model import tensors_of
 from surgeon.training.racks.partition import Racks, allowed_cuts
-from surgeon.training.racks.tensors import tensors_of
 from surgeon.training.scope import shapes_to_train
 from surgeon.training.scratch.tracks import narrow
 from surgeon.training.settings import SCOPES, TrainSettings

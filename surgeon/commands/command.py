@@ -78,11 +78,10 @@ def several(help: str, *flags: str, kind: Any = None, **more: Any) -> Declaratio
 
 
 def print_result(call: Callable[[], Any]) -> None:
-    """Print what a function returns, and the files that it has written."""
+    """Print what a function returns, where that says something, and the files that it has written."""
     found = call()
-    print(found)
-    for path in getattr(found, "files", ()):
-        print(path)
+    for line in filter(None, [str(found), *getattr(found, "files", ())]):
+        print(line)
 
 
 def command(

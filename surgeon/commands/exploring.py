@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
 from typing import Any, NamedTuple, TypeVar
@@ -20,16 +20,12 @@ import torch
 from surgeon.analysis.cells import SCANNED
 from surgeon.analysis.scan import rounds as rounds_of
 from surgeon.commands.check import RANKS, check
-from surgeon.commands.predict import predict
 from surgeon.commands.report import report
 from surgeon.commands.scan import scan
 from surgeon.commands.search import search
 from surgeon.commands.similarity import similarity
-from surgeon.cost.hardware import Hardware
-from surgeon.cost.hardware_file import hardware_of, load_hardware
 from surgeon.findings.check import NO, Check
 from surgeon.findings.explore import Exploration, NextStep
-from surgeon.findings.prediction import Predictions
 from surgeon.findings.result import RunResult
 from surgeon.findings.scan import Scan
 from surgeon.findings.search import SearchResult
@@ -47,8 +43,6 @@ MAPS = (*SCANNED, "lp")
 SPACES = {"pair": "pair", "drop": "drop:layers"}  # by what a check calls it
 PAGE = "explore.html"
 KNEE = "knee.yaml"
-HERE = "this-machine.yaml"
-BATCHES = (1, 8)  # that are predicted
 STEPS = 100  # of healing: enough to see what it brings
 LONGER = 6  # times the minutes, to explore on
 _OF_EDITS = 2  # layers: the coarsest grid of a scan that has stretches as short as edits
@@ -128,7 +122,6 @@ class Exploring:
     folder: Path
     rounds: list[ExploreRound]
     record: dict[str, Any]
-    machines: list[Hardware]
     say: Callable[[str], Any]
     begun: float
     before: float = 0.0
@@ -252,26 +245,23 @@ class Exploring:
         found = self._last(SearchResult)
         if found is not None:
             write_text(self.folder / KNEE, found.recipe_text)
-        here = self._here()
         late = "the time was over before its end; with more --minutes the same command goes on"
         compares = self._works("scan", ["similarity"])
         reasons = {
             "scan": (scanned, late if self.maps else "no map works with this model (surgeon check says why)"),
             "similarity": (similar, late if compares else "it does not work with this model (surgeon check says why)"),
             "search": (found, late if self.spaces else "layers can neither be paired nor left out (surgeon check)"),
-            "this machine": (here, "its speed is not known; surgeon calibrate measures it"),
         }
         left_out = {name: why for name, (there, why) in reasons.items() if there is None}
-        predicted = self._predict(here, found is not None, left_out)
         measured = [one for one in (scanned, similar, found) if one is not None]
-        shown = [one.files[0].parent for one in (*measured, *predicted)]
+        shown = [one.files[0].parent for one in measured]
         self.record["passes"] = [str(folder.relative_to(self.folder)) for folder in shown]
         self.record["plan"] = {name: measured[-1].record[name] for name in ("tokens", "window") if measured}
         self.record["left_out"] = [f"{name}: {why}" for name, why in left_out.items()]
-        self.record["next"] = [vars(one) for one in self.next_steps(scanned, found, here)]
+        self.record["next"] = [vars(one) for one in self.next_steps(scanned, found)]
         self._so_far().write(self.folder)
         page = report(self.folder, self.folder / PAGE)
-        passes = {"scan": scanned, "similarity": similar, "search": found, "predictions": predicted}
+        passes = {"scan": scanned, "similarity": similar, "search": found}
         return self._so_far(checked=self.checked, page=page, files=(page.file,), **passes)
 
     def _scan(self) -> Scan | None:
@@ -285,36 +275,7 @@ class Exploring:
         done = [one for one in self.record["done"] if one.endswith(f"/{kind.COMMAND}")]
         return kind.read(self.folder / done[-1], self.model.hash) if done else None
 
-    def _here(self) -> Hardware | None:
-        """This machine, if it has GPUs that are described here or was measured."""
-        if torch.cuda.is_available() and (name := hardware_of(torch.cuda.get_device_name())):
-            return load_hardware(name)
-        if (self.folder / HERE).is_file():
-            return load_hardware(self.folder / HERE)
-        return None
-
-    def _predict(self, here: Hardware | None, has_knee: bool, left_out: dict[str, str]) -> list[Predictions]:
-        """Predict the model and the program at the knee on this machine, and on what was asked for."""
-        machines = self.machines if here is None else [here, *self.machines]
-        knee = [self.folder / KNEE] if has_knee else []
-        predicted = []
-        for machine in {one.name: one for one in machines}.values():
-            folder = self.folder / "predict" / machine.name
-            axes = {"ranks": [count for count in RANKS if count <= machine.devices], "batch": BATCHES}
-            start = time.monotonic()
-            try:
-                made = predict(self.model, machine, compare=knee, sweep=axes, output=folder)
-            except ValueError as error:  # of what cannot be predicted of any program of this model
-                left_out[f"predictions on {machine.name}"] = str(error)
-                continue
-            # Predictions read no weights; here they are known, and the page has it with what was measured of them.
-            made = replace(made, record=made.record | {"model_hash": self.model.hash})
-            made.write(folder)
-            predicted.append(made)
-            self.steps[f"on {machine.name}"] = _figures(made), time.monotonic() - start
-        return predicted
-
-    def next_steps(self, scanned: Scan | None, found: SearchResult | None, here: Hardware | None) -> Iterator[NextStep]:
+    def next_steps(self, scanned: Scan | None, found: SearchResult | None) -> Iterator[NextStep]:
         """The commands that go on from here and that this model can take, in order."""
         model = quote(self.record["model"])
         text = f"--data {quote(self.record['data'])}"
@@ -323,12 +284,6 @@ class Exploring:
         memory = "" if self.record["memory"] is None else f" --memory {quote(str(self.record['memory']))}"
         if found is not None:
             yield from self._with_the_knee(found, model, text)
-        if here is None:
-            yield NextStep(
-                "Measure this machine",
-                "The exploration predicts the program on it when it goes on; nothing else should run meanwhile.",
-                f"surgeon calibrate {model} -o {self._at(HERE)}",
-            )
         if scanned is not None:
             yield self._scan_on(scanned, f"surgeon scan {model} {text} {_sizes(scanned)}{memory}")
         if found is not None:
@@ -343,11 +298,10 @@ class Exploring:
                 f"--budget depth={depth}{using} -o {self._at(f'depth-{depth}')}",
             )
         if f"{self.rounds[-1].name}/search" not in self.record["done"]:
-            hardware = "".join(f" --hardware {quote(one)}" for one in self.record["hardware"])
             yield NextStep(
                 "Explore on",
                 "More minutes make the text longer, stretches finer and trials more; what is there is kept.",
-                f"surgeon explore {model} {text} --minutes {LONGER * self.record['minutes']:g}{hardware}{memory} "
+                f"surgeon explore {model} {text} --minutes {LONGER * self.record['minutes']:g}{memory} "
                 f"-o {quote(str(self.folder))}",
             )
 

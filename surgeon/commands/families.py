@@ -55,7 +55,7 @@ def families(
         able = Capabilities(next(_examples(model_type, family.name)), RANKS, "bfloat16")
         rows.append(FamilyRow(family.name, model_type, family.summary, tuple(able.verdicts(FAMILY_AREAS))))
     around = sorted(WRAPPERS.values(), key=lambda wrapper: wrapper.name.lower())
-    return FamilyTable.of(rows, {f"{one.name} (`{one.model_type}`)": f"`{one.decoder_type}`" for one in around})
+    return FamilyTable(rows, {f"{one.name} (`{one.model_type}`)": f"`{one.decoder_type}`" for one in around})
 
 
 def _examples(model_type: str, name: str) -> Iterator[Model]:

@@ -72,9 +72,6 @@ class Generation:
     def __repr__(self) -> str:
         return f"<Generation: {plural(len(self.texts), 'text')} on {plural(self.plan.ranks, 'rank')}>"
 
-    def _repr_html_(self) -> str:
-        return self.table().to_html(max_rows=12, index=False)
-
     def __str__(self) -> str:
         plan = self.plan
         usages = [text.usage for text in self.texts]

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from surgeon.commands.command import command, option
-from surgeon.words import plural
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from surgeon.findings.result import RunResult
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class ReportPage:
     """A page that was written.
 
@@ -39,12 +38,6 @@ class ReportPage:
             for finding in chapter.summary
         ]
         return pd.DataFrame(rows, columns=["model", "about", "finding", "figure"])
-
-    def __repr__(self) -> str:
-        return f"<ReportPage {self.file}: {plural(len(self.chapters), 'model')}>"
-
-    def _repr_html_(self) -> str:
-        return self.table().to_html(index=False)
 
     def __str__(self) -> str:
         return f"{self.file}: {self.file.stat().st_size / 2**20:.2f} MB"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -30,20 +30,7 @@ _PAPER = ", ".join(name for name, heatmap in HEATMAPS.items() if heatmap.paper)
 _OTHERS = ", ".join(described(name, heatmap.note) for name, heatmap in HEATMAPS.items() if not heatmap.paper)
 
 
-def _show(call: Callable[[], Scan]) -> None:
-    found = call()
-    ran, loop, predicted = (found.record[key] for key in ("sublayers_run", "sublayers_of_a_loop", "tokens_predicted"))
-    print(f"base perplexity {found.base_perplexity:.4g} over {predicted:,} predicted tokens")
-    cells, *pictures = found.files
-    print(f"{len(found.cells):,} cells in {cells}")
-    print(f"sublayers run: {ran['total']:,}; a loop over cells would have run {loop['total']:,}")
-    if found.record.get("screen") is not None:
-        print(f"screened: a cell rests on {found.cells['tokens'].mean() / predicted:.0%} of the tokens on average")
-    for picture in pictures:
-        print(picture)
-
-
-@command(_show)
+@command()
 def scan(
     model: ModelName,
     data: DefaultData = None,

@@ -95,7 +95,7 @@ class SearchSetup:
         """What measures programs on the text of the search, or on text that it has not seen.
 
         Args:
-            folder: for hidden states that do not fit into memory, and the original's predictions on the search's text.
+            folder: for hidden states that do not fit into memory.
             kept: as `Evaluator` takes it.
         """
         subject = self.subject
@@ -104,7 +104,6 @@ class SearchSetup:
             unseen or subject.windows,
             subject.memory,
             folder,
-            model_hash=None if unseen else subject.opened.hash,
             kept=kept,
             own=subject.opened.own,
             factors=self.factors,

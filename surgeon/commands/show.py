@@ -74,7 +74,7 @@ def show(
 
 def facts(found: Surgery) -> Iterator[tuple[str, str]]:
     """Facts of a model or checkpoint, by label."""
-    from surgeon.checkpoint.companions import companions_in, left_behind
+    from surgeon.checkpoint.companions import left_behind, left_by
     from surgeon.checkpoint.sizes import size_lines
     from surgeon.findings.program import outline_text
 
@@ -104,7 +104,7 @@ def facts(found: Surgery) -> Iterator[tuple[str, str]]:
         racks, depth = found.codas
         layers = "1 layer" if depth == 1 else f"{depth} layers"
         yield "codas", f"of {layers} for every rack but the last; racks of the layers {', '.join(racks)}"
-    if behind := left_behind(companions_in(found.report)[1]):
+    if behind := left_behind(left_by(found.report)):
         yield "left behind", behind
     if isinstance(proof := found.report.get("proof"), dict):
         yield "proof", _proof(proof, "the program's" if found.trained is None else "those of the trained weights")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,17 +15,7 @@ if TYPE_CHECKING:
     from surgeon.findings.similarity import Similarity
 
 
-def _show(call: Callable[[], Similarity]) -> None:
-    found = call()
-    if len(found.proxies):
-        print(f"{found}\n")
-        print("All proxies, and their rho with the perplexity, are in proxies.csv (stretches")
-        print("overlap, so that its p is too small)")
-    for path in found.files:
-        print(path)
-
-
-@command(_show)
+@command()
 def similarity(
     model: ModelName,
     data: DefaultData = None,

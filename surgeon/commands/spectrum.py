@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mode
@@ -19,16 +19,7 @@ if TYPE_CHECKING:
     from surgeon.opened import Model
 
 
-def _show(call: Callable[[], Spectrum]) -> None:
-    found = call()
-    base = found.record["base_perplexity"]
-    print(f"base perplexity {base:.4g} over {found.record['tokens_predicted']:,} predicted tokens\n")
-    print(found)
-    for path in found.files:
-        print(path)
-
-
-@command(_show)
+@command()
 def spectrum(
     model: ModelName,
     data: Data,

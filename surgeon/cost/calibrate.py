@@ -1,8 +1,7 @@
 """A hardware file for this machine, measured at a model's shapes: products, collectives, and what passes take besides.
 
-Every round measures everything once. Figures are made of the medians over the rounds; an interval has the least and the
-largest of what each round alone would have given. Shares are those of the peaks that were seen: the most operations and
-bytes per second of all ranks together.
+Every round measures everything once; figures are made of the medians over the rounds. Shares are those of the peaks
+that were seen: the most operations and bytes per second of all ranks together.
 
 Passes are not taken apart: what those of a whole model take longer than those of its first layers, beyond what the cost
 model has for products, memory and collectives, is shared out evenly among the kernels in between.
@@ -17,11 +16,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import psutil
 import torch
-import yaml
 from scipy.optimize import nnls
 
 from surgeon.cost.deployment import Deployment
@@ -194,7 +191,7 @@ def _fit_host(calibration: MachineCalibration, ranks: int, one: Round, figures: 
 
     def predict(layers: str, forward: Forward, host: Host, graphs: bool) -> float:
         alone = {ranks: replace(figures, host=host)}
-        machine = _hardware("measured", calibration, alone, alone)
+        machine = _hardware("measured", calibration, alone)
         predicted = PredictedRanks(calibration.shapes, plans[layers], machine, Deployment(ranks))
         return predicted.forward(forward, graphs).seconds
 
@@ -252,15 +249,7 @@ def hardware_text(name: str, calibration: MachineCalibration, measured: Mapping[
         ValueError: if what was measured makes no hardware.
     """
     typical = {ranks: fit(calibration, ranks, merged(each, calibration.typical)) for ranks, each in measured.items()}
-    hardware = _hardware(name, calibration, typical, typical)
-    seen = {place: [value] for place, value in _figures(hardware).items()}
-    for ranks, each in measured.items():
-        for one in each:
-            alone = _hardware(name, calibration, typical, typical | {ranks: fit(calibration, ranks, one)})
-            for place, value in _figures(alone).items():
-                seen[place].append(value)
-    intervals = {place: (min(each), max(each)) for place, each in seen.items() if min(each) < max(each)}
-    text = f"{_head(calibration)}\n{write_hardware(replace(hardware, intervals=intervals))}"
+    text = f"{_head(calibration)}\n{write_hardware(_hardware(name, calibration, typical))}"
     parse_hardware(text)
     return text
 
@@ -271,8 +260,8 @@ def _head(calibration: MachineCalibration) -> str:
     ranks = sorted(calibration.plans)
     threads = ", ".join(f"{plural(count, 'rank')} with {threads_per_rank(count)}" for count in ranks)
     said = (
-        f"Measured by `{command_line()}`, every figure: from the medians of {calibration.rounds} rounds; under "
-        f"intervals, what single rounds give at least and at most. {platform.machine()}, {usable_cores()} cores, "
+        f"Measured by `{command_line()}`, every figure: from the medians of {calibration.rounds} "
+        f"rounds. {platform.machine()}, {usable_cores()} cores, "
         f"threads: {threads}; {plan.hidden} wide, {plan.layers} layers, {plan.dtype}; {used}."
     )
     return textwrap.fill(said, WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
@@ -281,16 +270,15 @@ def _head(calibration: MachineCalibration) -> str:
 def _hardware(
     name: str,
     calibration: MachineCalibration,
-    typical: Mapping[int, RankFigures],
     figures: Mapping[int, RankFigures],
 ) -> Hardware:
-    """Hardware with these figures, by number of ranks: rates in parts of the peaks that typical ones have together."""
-    flops = max(ranks * rate for ranks, one in typical.items() for rate in one.flops.values())
-    bandwidth = max(ranks * one.bandwidth for ranks, one in typical.items())
+    """Hardware with these figures, by number of ranks: rates in parts of the peaks that they have together."""
+    flops = max(ranks * rate for ranks, one in figures.items() for rate in one.flops.values())
+    bandwidth = max(ranks * one.bandwidth for ranks, one in figures.items())
     several = {ranks: one for ranks, one in figures.items() if ranks > 1}
     links = {}
     for way in calibration.ways if several else ():
-        most = max(one.links[way][1] for ranks, one in typical.items() if ranks > 1)
+        most = max(one.links[way][1] for one in several.values())
         base = {ranks: one.links[way][0] for ranks, one in several.items()}
         reached = {ranks: one.links[way][1] / most for ranks, one in several.items()}
         algorithm = Algorithm(KINDS[way], _table(base), Figure.constant(0.0), _table(reached))
@@ -311,23 +299,6 @@ def _hardware(
     memory = _rounded(torch.cuda.get_device_properties(0).total_memory)
     device = Device(memory, _rounded(bandwidth), peaks, first.shares)
     return Hardware(name, torch.cuda.device_count(), device, first.host, links, note=note)
-
-
-def _figures(hardware: Hardware) -> dict[str, float]:
-    """All numbers of a hardware's file, by where they stand."""
-    found: dict[str, float] = {}
-
-    def note(content: Any, place: str) -> None:
-        if isinstance(content, dict):
-            for key, each in content.items():
-                note(each, f"{place}.{key}" if place else str(key))
-        elif isinstance(content, list):
-            note(dict(enumerate(content)), place)
-        elif isinstance(content, float):
-            found[place] = content
-
-    note(yaml.safe_load(write_hardware(hardware)), "")
-    return found
 
 
 def _table(values: Mapping[int, float]) -> Figure:

@@ -13,21 +13,21 @@
     networks: {}                                 # between nodes, likewise
 
 A figure that says `or table` may be a mapping from a size to a number, which is read between its points (`Figure`).
-Sizes are in bytes (of 8 bits), powers of ten; times in seconds. `intervals` names figures of the same file by where
-they stand and gives the bounds between which they lie: `{device.bandwidth: [3.1e12, 3.3e12]}`. The types say what
-may stand in a file, which `surgeon.cost.hardware_file` reads by them; what is made of one in code is not checked again.
+Sizes are in bytes (of 8 bits), powers of ten; times in seconds. The types say what may stand in a file, which
+`surgeon.cost.hardware_file` reads by them; what is made of one in code is not checked again.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, GetPydanticSchema, Strict, WrapValidator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, GetPydanticSchema, Strict
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import no_info_after_validator_function
 
@@ -69,23 +69,13 @@ class Figure:
         return first + (second - first) * math.log(size / low) / math.log(high / low)
 
 
-def number_in(value: Any) -> float | None:
-    """A number, or a text that is one to people: YAML reads 3.35e12 as a text, for want of a sign."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return None
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return value
-    return None
-
-
 def _at_least_zero(value: Any) -> float:
-    number = number_in(value)
-    if number is None or not 0 <= number < math.inf:
+    if isinstance(value, str):  # YAML reads 3.35e12 as a text, for want of a sign
+        with suppress(ValueError):
+            value = float(value)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
         raise PydanticCustomError("number", "a number of at least 0")
-    return number
+    return value
 
 
 def _kind(value: Any) -> Any:
@@ -100,12 +90,6 @@ def _several(ranks: int) -> int:
         message = "ranks that share a device are 2 or more; one alone has device.shares and host"
         raise PydanticCustomError("said", message)
     return ranks
-
-
-def _interval(value: Any, read: Callable[[Any], tuple[float, float]]) -> tuple[float, float]:
-    if not isinstance(value, list) or len(value) != 2 or (found := read(value))[0] > found[1]:
-        raise PydanticCustomError("said", "an interval is [low, high], not {value}", {"value": shown(value)})
-    return found
 
 
 def _table(number: Any) -> GetPydanticSchema:
@@ -130,7 +114,6 @@ Name = Annotated[str, BeforeValidator(str)]
 Share = Annotated[Figure, _table(Positive)]
 ShareOrAsOthers = Annotated[Figure | None, _table(Positive)]  # None is left out, and not written
 Time = Annotated[Figure, _table(AtLeastZero)]
-Interval = Annotated[tuple[AtLeastZero, AtLeastZero], WrapValidator(_interval)]
 
 
 class _Entries:
@@ -293,7 +276,6 @@ class Hardware(_Entries):
         networks: between nodes, likewise; none if there is only one.
         sharing: where several ranks share a device, what one of so many gets; none if each has a device of its own.
         note: what it is, in a sentence.
-        intervals: (low, high) of figures that were measured, by where they stand ("device.bandwidth").
     """
 
     name: str
@@ -304,7 +286,6 @@ class Hardware(_Entries):
     networks: Mapping[Name, Interconnect] = field(default_factory=dict)
     sharing: Mapping[Annotated[Count, AfterValidator(_several)], RankShare] = field(default_factory=dict)
     note: str = ""
-    intervals: Mapping[Name, Interval] = field(default_factory=dict)
 
     def rank(self, together: int) -> RankShare:
         """What one of so many ranks on a device gets of it.

@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from surgeon.cost.hardware import Hardware, number_in
-from surgeon.errors import did_you_mean, shown
+from surgeon.cost.hardware import Hardware
+from surgeon.errors import did_you_mean
 from surgeon.language.checked import UNKNOWN, checked
 from surgeon.language.yaml import YamlError, read_yaml
 from surgeon.named import on_disk
@@ -68,12 +68,11 @@ def parse_hardware(text: str) -> Hardware:
     document = read_yaml(text)
     value = document.value
     lines = document.lines
+    if isinstance(value, dict):
+        value.pop("intervals", None)  # of figures in files of 0.2.0
     hardware = checked(Hardware, value, lines, messages=_MESSAGES)
     if not hardware.links and (hardware.devices > 1 or hardware.sharing):
         raise YamlError(lines["links",], "there is no link between the node's ranks; describe one")
-    for name in value.get("intervals", {}):
-        if not _is_figure(value, str(name).split(".")):
-            raise YamlError(lines["intervals", name], f"there is no figure {shown(name)} in this file")
     return hardware
 
 
@@ -126,17 +125,3 @@ _MESSAGES = {
     "too_short device.flops": "it has no dtype; write e.g. flops: {{bfloat16: 989e12}}",
     "said": "{problem}",
 }
-
-
-def _is_figure(document: Any, keys: list[str]) -> bool:
-    for key in keys:
-        if isinstance(document, list):
-            if key.isdecimal() and int(key) < len(document):
-                document = document[int(key)]
-            else:
-                document = None
-        elif isinstance(document, dict):
-            document = next((each for name, each in document.items() if str(name) == key), None)
-        else:
-            return False
-    return number_in(document) is not None

@@ -80,7 +80,9 @@ def write_export(
             # Stage: a folder beside the target, with everything but the weights.
             folder = stack.enter_context(staged(target, overwrite))
             write_json(folder / "config.json", plan.config())
-            plan.companions.copy_to(folder)
+            for name, path in plan.companions.files.items():  # links as the files that they lead to
+                (folder / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, folder / name)
             if (shipped := plan.layout.form.shipped) is not None:
                 shutil.copyfile(shipped.file, folder / shipped.file.name)
                 keep_tokenizer_class(folder, original.config)

@@ -16,7 +16,7 @@ from huggingface_hub import try_to_load_from_cache
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from surgeon.checkpoint.belongings import GENERATION
+from surgeon.checkpoint.belongings import GENERATION, FileKind, kind_of
 from surgeon.checkpoint.codas import Coda, read_codas, write_codas
 from surgeon.checkpoint.companions import Companions, companions_at
 from surgeon.checkpoint.config import CONFIG
@@ -222,7 +222,10 @@ def _with_home(written: Companions, model: PreTrainedModel, has_tokenizer: bool)
     if is_unchanged:
         kept = {name: path for name, path in written.files.items() if name != GENERATION}  # the file says it all
         written = replace(written, files=kept)
-    return written.over(found.without_tokenizer() if has_tokenizer else found)
+    carried = found.files
+    if has_tokenizer:
+        carried = {name: path for name, path in carried.items() if kind_of(name) is not FileKind.TOKENIZER}
+    return replace(found, files=carried | written.files)
 
 
 def _around(model: PreTrainedModel) -> Wrapped | None:

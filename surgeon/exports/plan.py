@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from surgeon.checkpoint.companions import AUTO_MAP, Companions, companions_of, left_behind
+from surgeon.checkpoint.companions import Companions, companions_of, left_behind
 from surgeon.checkpoint.factor_cache import FactorCache
 from surgeon.checkpoint.forms import FORMS, PROGRAM, Layout, PlannedTensor, lay_out
 from surgeon.checkpoint.forms.planning import carried
@@ -105,7 +105,8 @@ class ExportPlan:
         """Room that the checkpoint takes on the disk, and the factors that are made for it, in float32 at least."""
         made = [tensor for tensor in self.tensors if self.makes_factors and tensor.name.endswith(FACTOR_ENDINGS)]
         factors = sum(torch.Size(tensor.shape).numel() * max(4, tensor.dtype.itemsize) for tensor in made)
-        return self.weight_bytes + factors + self.companions.size + JSON_ALLOWANCE
+        beside = sum(path.stat().st_size for path in self.companions.files.values())
+        return self.weight_bytes + factors + beside + JSON_ALLOWANCE
 
     @property
     def has_factors(self) -> bool:
@@ -127,8 +128,6 @@ class ExportPlan:
             config.pop("torch_dtype", None)
             config["dtype"] = self.dtype
         entries = form.class_entries(self.original, self.layout)
-        if self.companions.auto_map:
-            entries[AUTO_MAP] = self.companions.auto_map | entries.get(AUTO_MAP, {})
         outside = {key: value for key, value in config.items() if key != QUANTIZATION}
         said = quantisation(self.original, self.layout, self.tensors)
         return (outside if said is None else outside | {QUANTIZATION: said}) | entries
@@ -140,9 +139,6 @@ class ExportPlan:
             yield f"left behind in {self.companions.folder}: {left}"
         if self.original.checkpoint.quantised:
             yield self._of_quantised
-        if code := sorted(self.companions.model_code):
-            own = ", ".join(code)
-            yield f"the model's own code goes along ({own}); the proof is of the class that transformers has"
 
     @property
     def _of_quantised(self) -> str:
@@ -191,8 +187,6 @@ def plan_export(
         kept = FactorCache(factors or TruncatedSVD())
     tensors = layout.form.tensors(original, layout, None if dtype is None else DTYPES[dtype], kept)
     companions = companions or companions_of(original.folder, original.checkpoint.file_names)
-    if layout.form.shipped is not None:
-        companions = companions.without_model_code()
     return ExportPlan(original, program, layout, tensors, companions, dtype, kept, wrapped)
 
 

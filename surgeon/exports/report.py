@@ -76,6 +76,7 @@ def write_report(
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     files = {name: records[name] if name in records else FileRecord.of(folder / name) for name in names}
     report = {"surgeon": __version__, "source": source_record(plan.original, plan.companions.folder)} | edits
-    report |= {"companions": plan.companions.to_json(), "proof": asdict(proof)}
+    companions = {"carried": sorted(plan.companions.files), "left_behind": plan.companions.left}
+    report |= {"companions": companions, "proof": asdict(proof)}
     report |= {"files": {name: asdict(record) for name, record in files.items()}, "versions": versions()}
     write_json(folder / REPORT_FILE, report)

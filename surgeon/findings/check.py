@@ -108,13 +108,6 @@ class Check(RunResult):
             before = one.area
         return "\n".join(lines)
 
-    def _repr_html_(self) -> str:
-        shown = self.answers.assign(
-            bytes=[("" if math.isnan(size) else show_size(size)) for size in self.answers["bytes"]]
-        )
-        heading = "".join(f"<tr><th>{label}</th><td>{text}</td></tr>" for label, text in self.described.items())
-        return f"<table>{heading}</table>{shown.to_html(index=False, max_rows=None)}"
-
 
 FAMILY_AREAS = AREAS[1:-1]
 HEAD = ("family", "model_type", "scan", "search", "ranks", "pairs", "on vLLM", "low rank")
@@ -192,38 +185,15 @@ def _in_words(verdicts: Sequence[Verdict], briefly: bool) -> str:
 
 
 @dataclass(frozen=True, repr=False)
-class FamilyTable(RunResult):
+class FamilyTable:
     """The result of `surgeon.families`.
 
     Attributes:
-        verdicts: a row for each thing that was asked of each family.
+        wrappers: around decoders, by name, what there is to say of each.
     """
 
-    COMMAND = "families"
-    RECORD = "families.json"
-    TABLES: ClassVar = {
-        "verdicts": TableFile(
-            "families.csv", (), ("family", "model_type", "summary", "area", "what", "works", "why"), missing=""
-        )
-    }
-
-    verdicts: pd.DataFrame
-
-    @classmethod
-    def of(cls, rows: Iterable[FamilyRow], wrappers: Mapping[str, str]) -> FamilyTable:
-        """That of some families, with what there is to say of wrappers around their decoders, by name."""
-        found = [(*row[:3], *one[:4]) for row in rows for one in row.verdicts]
-        return cls(pd.DataFrame(found, columns=[*cls.TABLES["verdicts"].words]), record={"wrappers": dict(wrappers)})
-
-    @property
-    def rows(self) -> list[FamilyRow]:
-        words = ["family", "model_type", "summary"]
-        found = []
-        for names, some in self.verdicts.groupby(words, sort=False):
-            verdicts = (Verdict(*one) for one in some[[*Verdict._fields[:4]]].itertuples(index=False))
-            name, model_type, summary = map(str, names)
-            found.append(FamilyRow(name, model_type, summary, tuple(verdicts)))
-        return found
+    rows: Sequence[FamilyRow]
+    wrappers: Mapping[str, str]
 
     def __str__(self) -> str:
         return aligned([HEAD, *(row.cells(briefly=True) for row in self.rows)], left=range(len(HEAD)))
@@ -231,7 +201,7 @@ class FamilyTable(RunResult):
     def markdown(self) -> str:
         """A page: the table, and for each family what it is and why something does not work."""
         table = Table("", HEAD, [row.cells() for row in self.rows], left=frozenset(range(len(HEAD)))).markdown
-        around = [f"- **{name}**: {said}" for name, said in self.record["wrappers"].items()]
+        around = [f"- **{name}**: {said}" for name, said in self.wrappers.items()]
         families = []
         for row in self.rows:
             families.append(f"- **{row.name}** (`{row.model_type}`): {row.summary}")

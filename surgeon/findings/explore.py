@@ -10,7 +10,6 @@ import pandas as pd
 
 from surgeon.findings.blocks import Block, Code, Finding, Paragraph, Table
 from surgeon.findings.check import Check
-from surgeon.findings.prediction import Predictions
 from surgeon.findings.result import RunResult, TableFile
 from surgeon.findings.scan import Scan
 from surgeon.findings.search import SearchResult
@@ -43,7 +42,6 @@ class Exploration(RunResult):
         checked: what would work with the model; this and all else is of an exploration just made.
         scan, similarity, search: what the passes have found; None where one cannot be done or had no time, which
             `left_out` says.
-        predictions: what the program at the knee would cost, on the hardware found and on what was asked for.
         page: all of it.
     """
 
@@ -58,7 +56,6 @@ class Exploration(RunResult):
     scan: Scan | None = None
     similarity: Similarity | None = None
     search: SearchResult | None = None
-    predictions: Sequence[Predictions] = ()
     page: Any = None
 
     @property

@@ -162,7 +162,6 @@ class Map:
         described: read out for those who do not see it; the title where there is nothing more to say.
         limit: a line fences in the cells up to this value.
         flat: for few rows with names: how wide it is, with cells that are wider than high; `WIDE` or `HALF`.
-        numbers: instead of the values in that table.
     """
 
     kind: ClassVar[str] = "map"
@@ -178,7 +177,6 @@ class Map:
     described: str = ""
     limit: float = math.nan
     flat: float = 0.0
-    numbers: Table | None = None
 
     @property
     def words(self) -> str:
@@ -249,8 +247,6 @@ class Map:
     @property
     def table(self) -> Table:
         """The values, for readers without a pointer."""
-        if self.numbers is not None:
-            return self.numbers
         rows = [
             [name_of(name), *("" if math.isnan(value) else number(value) for value in row)]
             for name, row in zip(self.values.index, self.values.to_numpy(dtype=np.float64), strict=True)

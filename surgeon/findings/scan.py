@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import pandas as pd
 
-from surgeon.findings.blocks import Block, Finding, Paragraph, Table
+from surgeon.findings.blocks import Block, Finding, Paragraph
 from surgeon.findings.drawing import Picture
 from surgeon.findings.maps import CAP
 from surgeon.findings.result import RunResult, TableFile, base_of
@@ -36,13 +36,11 @@ from surgeon.words import (
     allowance,
     change,
     interval,
-    interval_heads,
     layer_list,
     listed,
     number,
     plural,
     stretch,
-    with_intervals,
 )
 
 _NAMED = 3  # layers that the summary names as the cheapest and as the dearest
@@ -69,7 +67,6 @@ class Scan(RunResult):
         experts: one row per expert of the model's mixtures where its map was asked for, as in `experts.csv`: load, the
             share of tokens that it gets; of these the mean weight, size of what it makes of them, and saliency
             (`surgeon.analysis.experts`).
-        loads: for each expert that is left out (`without`), the loads of the others of its layer, as in `loads.csv`.
         cap: colours of maps end at this multiple of the base perplexity, at the latest.
     """
 
@@ -87,14 +84,12 @@ class Scan(RunResult):
         "experts": TableFile(
             "experts.csv", ("expert", "load", "weight", "size", "saliency"), layers=("layer",), optional=True
         ),
-        "loads": TableFile("loads.csv", ("without", "expert", "load"), layers=("layer",), optional=True),
     }
 
     cells: pd.DataFrame
     base_perplexity: float
     permutations: pd.DataFrame = field(default_factory=pd.DataFrame)
     experts: pd.DataFrame = field(default_factory=pd.DataFrame)
-    loads: pd.DataFrame = field(default_factory=pd.DataFrame)
     cap: float = CAP
 
     @classmethod
@@ -109,9 +104,22 @@ class Scan(RunResult):
     def picture_title(self) -> str:
         return f"{self.label}, base perplexity {self.base_perplexity:.4g}"
 
+    def __str__(self) -> str:
+        record = self.record
+        ran, loop, predicted = (record[key] for key in ("sublayers_run", "sublayers_of_a_loop", "tokens_predicted"))
+        lines = [
+            f"base perplexity {self.base_perplexity:.4g} over {predicted:,} predicted tokens",
+            f"{plural(len(self.cells), 'cell')}",
+            f"sublayers run: {ran['total']:,}; a loop over cells would have run {loop['total']:,}",
+        ]
+        if record.get("screen") is not None:
+            share = self.cells["tokens"].mean() / predicted
+            lines.append(f"screened: a cell rests on {share:.0%} of the tokens on average")
+        return "\n".join(lines)
+
     @property
     def _maps(self) -> ScanMaps:
-        return ScanMaps(self.cells, self.touched, self.permutations, self.experts, self.loads, self.cap)
+        return ScanMaps(self.cells, self.touched, self.experts, self.cap)
 
     def pictures(self) -> dict[str, Picture]:
         """`heatmaps`, of all operations over stretches; `heatmap-<operation>` of each, and what the section has.
@@ -245,21 +253,6 @@ def _pairs(scan: ScanTable, operation: str) -> Finding:
     text = " ".join(sentences)
     if operation == PAIRS_OF_STREAMS:
         text += " This is 2-Parallel, each layer with a stream of its own; LP pairs themselves were not scanned."
-    rows = [
-        [
-            listed(map(allowance, allowed)),
-            stretch(int(cell["first"]), int(cell["last"])),
-            f"{scan.depth(operation, int(cell['changed'])):g}",
-            change(cell["ratio"]),
-            *with_intervals(cell),
-        ]
-        for allowed, cell in reached
-        if cell is not None
-    ]
-    head = ["allowed", "longest stretch", "depth", "change", *interval_heads(scan.cells)]
-    table = None
-    if rows:
-        table = Table(f"The longest stretches {name}", head, rows, left=frozenset({1}))
     middle = longest_within(scan, operation, TOLERANCES[1])
     depth = None
     if middle is not None:
@@ -268,7 +261,7 @@ def _pairs(scan: ScanTable, operation: str) -> Finding:
     if depth is not None:
         figure = f"{depth:g} of {scan.num_layers}"
     label = f"effective depth with layers run {name}, within {allowance(TOLERANCES[1])} of the perplexity"
-    return Finding(f"Running layers {name}", text, figure, label, table)
+    return Finding(f"Running layers {name}", text, figure, label)
 
 
 def _by_stretch(scan: ScanTable, operation: str) -> list[tuple[list[float], pd.Series[Any] | None]]:
@@ -289,16 +282,9 @@ def _removal(scan: ScanTable) -> Finding:
         return listed(f"layer {int(row['first'])} ({change(row['ratio'])})" for _, row in rows.iterrows())
 
     text = f"It costs least perplexity to leave out {named(least)}, and most {named(most)}."
-    rows = [
-        [f"{word}: layer {int(row['first'])}", change(row["ratio"]), *with_intervals(row)]
-        for word, some in (("least", least), ("most", most))
-        for _, row in some.iterrows()
-    ]
-    head = ["left out", "change", *interval_heads(cells)]
     cheapest = cells.iloc[0]
     label = f"perplexity without layer {int(cheapest['first'])}, the cheapest to remove"
-    figure = change(cheapest["ratio"])
-    return Finding("Removing one layer", text, figure, label, Table("Cheapest and dearest layers", head, rows))
+    return Finding("Removing one layer", text, change(cheapest["ratio"]), label)
 
 
 def _untouchable(scan: ScanTable) -> Finding:

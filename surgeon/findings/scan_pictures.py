@@ -21,12 +21,10 @@ from surgeon.findings.tolerance import (
     TOLERANCES,
     ScanTable,
     best_by_depth,
-    changed_layers,
     cheapest_with,
     group_size,
     longest_within,
     named_across,
-    shown_stretch,
     single_layers,
     title_of,
     varied_by,
@@ -47,8 +45,6 @@ def charts(scan: ScanTable) -> Iterator[Block]:
         side_by_side.append(_by_depth(scan, best))
     if side_by_side:
         yield Picture(side_by_side)
-    if best:
-        yield _depth_table(scan, best)
     drawn = sorted((name for name, heatmap in HEATMAPS.items() if heatmap.curves), key=lambda name: name != PAIRS)
     curves = [_by_end(scan, name) for name in drawn if len(scan.of_operation(name))]
     if curves:
@@ -123,18 +119,6 @@ def _by_depth(scan: ScanTable, best: dict[str, pd.DataFrame]) -> Chart:
     return Chart("The best stretch for every depth", draw, x, "perplexity", caption)
 
 
-def _depth_table(scan: ScanTable, best: dict[str, pd.DataFrame]) -> Table:
-    text = {
-        (name, float(cell["depth"])): f"{number(cell['perplexity'])} ({int(cell['first'])} to {int(cell['last'])})"
-        for name, cells in best.items()
-        for _, cell in cells.iterrows()
-    }
-    depths = sorted({depth for _, depth in text}, reverse=True)
-    rows = [[f"{depth:g}", *(text.get((name, depth), "") for name in best)] for depth in depths]
-    caption = f"Perplexity at every depth (unedited: {number(scan.base)} at {scan.num_layers}), and the stretch"
-    return Table(caption, ["depth", *map(title_of, best)], rows, folded=True)
-
-
 def _by_end(scan: ScanTable, operation: str) -> Chart:
     """Perplexity over the last layer of a stretch, a line for each length, or for evenly chosen ones."""
     cells = scan.of_operation(operation)
@@ -184,7 +168,6 @@ def reach_table(scan: ScanTable) -> Table:
     return Table("How far each change goes", head, rows, note, left=frozenset(range(len(head))))
 
 
-_ORDERS_SHOWN = 12  # layers of a random order, before it is cut short
 _FIELDS = {"perplexity": "perplexity", "divergence": "divergence"}
 _STRETCHES = "First layer of the stretch down, last layer across; the diagonal is single layers."
 
@@ -195,9 +178,7 @@ class ScanMaps:
 
     table: pd.DataFrame
     scan: ScanTable
-    orders: pd.DataFrame
     experts: pd.DataFrame
-    loads: pd.DataFrame
     cap: float = CAP
 
     @cached_property
@@ -256,15 +237,6 @@ class ScanMaps:
             values, cells["first"], cells["last"], cells, _FIELDS, "layers {row} to {column}", "layer {row}",
             self.scan.base,
         )  # fmt: skip
-        random = operation in HEATMAPS and HEATMAPS[operation].seeded
-        if steps := self.scan.steps_per_layer:
-            spans = zip(cells["first"], cells["last"], strict=True)
-            lengths = sorted({changed_layers(operation, first, last) for first, last in spans} - {0})
-            data["group"] = group_size(operation)
-            # The changed part of the program by its number of layers, written for layers from 0.
-            data["programs"] = {str(n): shown_stretch(operation, n, steps) for n in lengths if not random}
-        if random and len(self.orders):
-            data["notes"] = _orders(cells, self.orders[self.orders["operation"] == operation])
         extent = [number(float(getattr(cells["perplexity"], end)())) for end in ("min", "max")]
         described = f"{title}: {len(cells)} stretches, perplexity {' to '.join(extent)}"
         axes = ("last layer", "first layer")
@@ -280,26 +252,12 @@ class ScanMaps:
         down = [f"layer {layer}" for layer in cells["first"]]
         title = f"{{row}}, {across} {{column}}"
         data = map_cells(values, down, cells[varied], cells, _FIELDS, title, base=self.scan.base)
-        if operation == "experts" and len(self.experts):
-            data["notes"] = self._loads(cells)
         rows, columns = values.shape
         title = title_of(operation)
         what = f"perplexity of every layer with every value of {across}"
         described = f"{title}: perplexity of {rows} layers, each alone with {columns} values of {across}"
         limit = self.scan.base * MARKED
         return Map(title, values, colours, (across, ""), data, what, described=described, limit=limit, flat=HALF)
-
-    def _loads(self, cells: pd.DataFrame) -> list[str]:
-        """What each expert gets, and who gets most of its layer where it is left out."""
-        load = self.experts.set_index(["layer", "expert"])["load"]
-        rest = self.loads.sort_values("load").drop_duplicates(["layer", "without"], keep="last")
-        most = rest.set_index(["layer", "without"])
-        notes = []
-        for place in zip(cells["first"], cells["drop"].astype(int), strict=True):
-            heir = most.loc[place]
-            share = f"without it expert {heir['expert']:g} gets {heir['load']:.0%}"
-            notes.append(f"gets {load[place]:.0%} of tokens; {share}")
-        return notes
 
     def _expert_map(self, column: str, title: str) -> Map:
         """What each expert gets or gives, layers down and experts across."""
@@ -330,12 +288,7 @@ class ScanMaps:
             "The cheapest measured change of each kind that includes the layer. Bright columns are layers that no "
             "change spares: leave them alone."
         )
-        ratios = (values / scan.base).iterrows()
-        body = [[str(name), *("" if math.isnan(r) else change(r) for r in row)] for name, row in ratios]
-        head = ["", *map(str, values.columns)]
-        against = Table(f"{title}: perplexity against the base", head, body, folded=True, printed=False)
-        return Map(title, values, legend.scale, ("layer", ""), data, caption=caption, legend=legend, flat=WIDE,
-                   numbers=against)  # fmt: skip
+        return Map(title, values, legend.scale, ("layer", ""), data, caption=caption, legend=legend, flat=WIDE)
 
 
 def grid(cells: pd.DataFrame, varied: str | None = None) -> pd.DataFrame:
@@ -356,20 +309,3 @@ def _evenly(layers: pd.Series[int]) -> range:
     """The layers there are, and those that are missing for them to be evenly spaced."""
     present = sorted(set(layers))
     return range(present[0], present[-1] + 1, math.gcd(*(b - a for a, b in pairwise(present))) or 1)
-
-
-def _orders(cells: pd.DataFrame, orders: pd.DataFrame) -> list[str]:
-    """The random order of each cell, or how many it is the mean over."""
-    by_stretch = orders.groupby(["first", "last"])["order"].agg(list)
-    notes = []
-    for span in zip(cells["first"], cells["last"], strict=True):
-        here = by_stretch.get(span, [])
-        layers = []
-        if here:
-            layers = here[0].split()
-        more = ""
-        if len(layers) > _ORDERS_SHOWN:
-            more = " …"
-        single = "order: " + " ".join(layers[:_ORDERS_SHOWN]) + more
-        notes.append(single if len(here) == 1 else f"mean over {len(here)} random orders")
-    return notes

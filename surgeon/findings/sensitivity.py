@@ -15,37 +15,21 @@ from matplotlib.axes import Axes
 from surgeon.findings.blocks import Block, Finding, Paragraph, Table
 from surgeon.findings.drawing import Chart, Picture, columns_chart, points, scale
 from surgeon.findings.result import RunResult, TableFile
-from surgeon.words import aligned, interval_heads, listed, number, plural, with_intervals
+from surgeon.words import NO_VALUE, interval_heads, listed, number, plural, with_intervals
 
-# Words and style of each column that is drawn.
-_ERRORS = {
-    "bound": ("bound (equation 12)", 0),
-    "attention_shift": ("its attention shift", 5),
-    "mlp_shift": ("its shift of the first MLP", 4),
-    "next_mlp_shift": ("its shift of the second MLP", 6),
-    "first_order": ("first order", 2),
-    "error": ("measured", 1),
-}
-_JACOBIANS = {
-    "attention_jacobian": ("second attention", 0),
-    "mlp_jacobian": ("first MLP", 4),
-    "next_mlp_jacobian": ("second MLP", 1),
-}
-# What is compared with damage: as a terminal and as the page names it.
-PREDICTORS = {
-    "bound": ("bound (equation 12)", "bound"),
-    "relative_bound": ("bound / stream", "bound / stream"),
-    "log10_output_bound": ("bound x amplification (13)", "bound on the output"),
-    "first_order": ("first order", "first order"),
-    "relative_first_order": ("first order / stream", "first order / stream"),
-    "error": ("measured local error", "measured error"),
-    "relative_error": ("measured error / stream", "measured error / stream"),
+PREDICTORS = {  # of damage
+    "bound": "bound (equation 12)",
+    "relative_bound": "bound / stream",
+    "log10_output_bound": "bound x amplification (13)",
+    "first_order": "first order",
+    "relative_first_order": "first order / stream",
+    "error": "measured local error",
+    "relative_error": "measured error / stream",
 }
 DAMAGES = ("error", "divergence", "log_perplexity_ratio")
 RELATIVE = ("relative_bound", "relative_first_order", "relative_error")
 _LINES = dict(zip(RELATIVE, (("bound (equation 12)", 0), ("first order", 2), ("measured", 1)), strict=True))
 _NAMED = 3  # pairs that the summary names
-_WORDS = dict(zip(DAMAGES, ("measured error", "divergence", "log perplexity ratio"), strict=True))
 
 
 @dataclass(frozen=True, repr=False)
@@ -92,10 +76,6 @@ class Sensitivity(RunResult):
         charts.append(_bound_and_damage(table))
         damage = {"divergence": ("divergence", 0)}
         charts.append(_by_pair(table, damage, "divergence (nats per token)", "Damage of a pair", ""))
-        if set(_ERRORS) | set(_JACOBIANS) <= set(table):
-            parts = "The bound is the sum of its three shifts; over a window's stream."
-            charts.append(_by_pair(table, _ERRORS, "norm over a window", "What the bound is made of", parts))
-            charts.append(_by_pair(table, _JACOBIANS, "norm", "Jacobians of the sublayers", "Operator norms."))
         yield Picture(charts, name="sensitivity")
         if len(self.correlations):
             yield _correlations(self.correlations)
@@ -125,27 +105,6 @@ class Sensitivity(RunResult):
 
     def __str__(self) -> str:
         """How well the bound, and the error itself, order the pairs by their damage, in 80 columns."""
-        rho, p = (
-            self.correlations.pivot_table(index="predictor", columns="damage", values=name, dropna=False).reindex(
-                index=[*PREDICTORS], columns=[*DAMAGES]
-            )
-            for name in ("rho", "p")
-        )
-        known = {*zip(self.correlations["predictor"], self.correlations["damage"], strict=True)}
-
-        def cell(predictor: str, damage: str) -> str:
-            if (predictor, damage) not in known:
-                return ""
-            value = rho[damage][predictor]
-            best = " "
-            if value == rho[damage].max():
-                best = "*"
-            if np.isnan(value):
-                return "-"
-            return f"{value:.3f}{best} ({p[damage][predictor]:.0e})"
-
-        lines = [["", "", "", "log perplexity"], ["by pair", "local error", "divergence", "ratio"]]
-        lines += [[words, *(cell(name, damage) for damage in DAMAGES)] for name, (words, _) in PREDICTORS.items()]
         table = self.pairs
         looseness = np.inf
         if (table["error"] > 0).all():
@@ -153,7 +112,7 @@ class Sensitivity(RunResult):
         within = self.record["errors_within_bound"]
         every = self.record["errors"]
         return (
-            f"Spearman's rho over {len(table)} pairs of layers (p in brackets; *: the best)\n{aligned(lines)}\n\n"
+            f"{_correlations(self.correlations)}\n\n"
             f"the error is within its bound in {within} of {every} cases (pairs and windows);\n"
             f"the bound is {looseness:.3g} times the error (median over pairs)"
         )
@@ -189,19 +148,24 @@ def _bound_and_damage(table: pd.DataFrame) -> Chart:
 
 
 def _correlations(found: pd.DataFrame) -> Table:
-    rho = found.pivot_table(index="predictor", columns="damage", values="rho", dropna=False)
-    rho = rho.reindex(
-        index=[name for name in PREDICTORS if name in rho.index], columns=[name for name in _WORDS if name in rho]
-    )
-    rows = [
-        [PREDICTORS[str(name)][1], *("" if math.isnan(value) else number(value, 3) for value in values)]
-        for name, values in rho.iterrows()
-    ]
-    best = np.argwhere((rho == rho.max()).to_numpy())
-    head = ["rank correlation of", *(f"with {_WORDS[str(name)]}" for name in rho)]
-    note = "Spearman's, over all pairs. Marked: the best for each damage."
-    marked = frozenset((int(row), int(column) + 1) for row, column in best)
-    return Table("What orders the pairs as their damage does", head, rows, note, marked=marked)
+    rows = []
+    best = found.groupby("damage")["rho"].max()
+    for name, words in PREDICTORS.items():
+        own = found[found["predictor"] == name].set_index("damage")
+        cells = []
+        for damage in DAMAGES:
+            if damage not in own.index:
+                cells.append("")
+                continue
+            rho = float(own["rho"][damage])
+            star = " "
+            if rho == best[damage]:
+                star = "*"
+            cells.append(NO_VALUE if math.isnan(rho) else f"{rho:.3f}{star} ({own['p'][damage]:.0e})")
+        rows.append([words, *cells])
+    head = ["by pair", "local error", "divergence", "log perplexity ratio"]
+    note = "Spearman's rho over pairs of layers (p in brackets; *: the best)."
+    return Table("What orders the pairs as their damage does", head, rows, note)
 
 
 def _pairs(table: pd.DataFrame) -> Table:

@@ -15,7 +15,7 @@ from surgeon.findings.drawing import Chart, Picture, columns_chart
 from surgeon.findings.maps import Legend, Map, map_cells
 from surgeon.findings.result import RunResult, TableFile
 from surgeon.findings.tolerance import title_of
-from surgeon.words import MINUS, aligned, layer_list, listed, number
+from surgeon.words import MINUS, layer_list, listed, number
 
 # What is drawn of each column: its words and its style.
 CKA = {
@@ -31,7 +31,6 @@ SIZES = {
 }
 _NOT_PRINTED = "_debiased"  # orders stretches almost as the biased one does
 _DAMAGE = "divergence"
-_SHOWN = 5  # proxies in the short table that are there for their average
 _NAMED = 3  # layers that the summary names
 
 
@@ -84,7 +83,7 @@ class Similarity(RunResult):
         if len(self.distances):
             yield Picture([_distances(self.distances)], name="distances")
         if len(self.proxies):
-            yield from _proxies(self.proxies)
+            yield _best_proxies(self.proxies)
 
     def summary(self) -> Iterator[Finding]:
         layers = self.layers.dropna(subset=["cka_attention_debiased", "cka_mlp_debiased"])
@@ -108,26 +107,9 @@ class Similarity(RunResult):
             yield "Which cheap measure predicts a scan is not known: surgeon similarity --scan compares them."
 
     def __str__(self) -> str:
-        """Which proxy orders each operation's stretches best by divergence, and how well; in 80 columns."""
         if self.proxies.empty:
             return ""
-        is_printed = ~self.proxies["proxy"].str.endswith(_NOT_PRINTED)
-        lines = [["operation", "n", "best proxy", "rho", "length", "at equal length", "rho"]]
-        for operation, rows in self.proxies[is_printed & (self.proxies["damage"] == "divergence")].groupby(
-            "operation", sort=False
-        ):
-            length = rows.loc[rows["proxy"] == "length", "rho"].max()
-            best, rho = _highest(rows, "rho")
-            equal, at_equal = _highest(rows, "rho_at_equal_length")
-            lines.append(
-                [str(operation), f"{rows['n'].max()}", best, f"{rho:.3f}", f"{length:.3f}", equal, f"{at_equal:.3f}"]
-            )
-        return (
-            "What predicts the divergence of a stretch best: Spearman's rho over n stretches,\n"
-            "beside that of its mere length; and among stretches of equal length. Proxies\n"
-            "of single layers are summed over the stretch where max or mean is not said.\n"
-            f"{aligned(lines, left=(0, 2, 5))}"
-        )
+        return str(_best_proxies(self.proxies))
 
 
 def _chart(layers: pd.DataFrame, measures: Mapping[str, tuple[str, int]], y: str, title: str, caption: str) -> Chart:
@@ -169,31 +151,24 @@ def _name(key: Any) -> str:
     return words
 
 
-def _proxies(table: pd.DataFrame) -> Iterator[Block]:
-    rho = _ranked(table)
-    if rho.empty:
-        return
-    # The best on average, the best of each kind of change, and the length, which all of them have to beat.
-    short = {*rho[~rho.index.get_level_values("proxy").duplicated()].head(_SHOWN).index, *rho.idxmax()}
-    kept = [key for key in rho.index if key in short or _name(key) == "length"]
-    yield _rho_table("Which cheap measure predicts the damage", rho.loc[kept], rho, folded=False)
-    yield _rho_table("Every measure", rho, rho, folded=True)
-
-
-def _rho_table(caption: str, shown: pd.DataFrame, every: pd.DataFrame, folded: bool) -> Table:
-    best = every.max()
+def _best_proxies(table: pd.DataFrame) -> Table:
+    """For each operation, the measure that orders its stretches best by divergence."""
+    shown = table[~table["proxy"].str.endswith(_NOT_PRINTED) & (table["damage"] == _DAMAGE)]
     rows = []
-    marked = set[tuple[int, int]]()
-    for row, (key, values) in enumerate(shown.iterrows()):
-        rows.append([_name(key), number(float(values.mean()), 3), *(number(v, 3) for v in values)])
-        marked.update((row, column) for column, name in enumerate(shown.columns, start=2) if values[name] == best[name])
+    for operation, own in shown.groupby("operation", sort=False):
+        length = own.loc[own["proxy"] == "length", "rho"].max()
+        best, rho = _highest(own, "rho")
+        equal, at_equal = _highest(own, "rho_at_equal_length")
+        numbers = (f"{value:.3f}" for value in (rho, length, at_equal))
+        rows.append([str(operation), f"{own['n'].max()}", best, next(numbers), next(numbers), equal, next(numbers)])
     note = (
-        "Spearman's rank correlation of each measure with the divergence of the stretches in the scan; 1 would be the "
-        "same order. The length of the stretch is what any measure has to beat. Marked: the best for each kind of "
-        "change."
+        "Spearman's rho over n stretches, beside that of their mere length; and among stretches of equal length. "
+        "Measures of single layers are summed over the stretch where max or mean is not said. All of them are in "
+        "proxies.csv (stretches overlap, so that its p is too small)."
     )
-    head = ["measure", "mean", *map(title_of, shown.columns)]
-    return Table(caption, head, rows, "" if folded else note, folded=folded, marked=frozenset(marked))
+    head = ["operation", "n", "best measure", "rho", "length", "at equal length", "rho"]
+    caption = "What predicts the divergence of a stretch best"
+    return Table(caption, head, rows, note, left=frozenset({2, 5}))
 
 
 def _best_proxy(rho: pd.DataFrame) -> Finding:

@@ -14,7 +14,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, Normalize
 
-from surgeon.findings.blocks import Block, Finding, Paragraph, Table
+from surgeon.findings.blocks import Block, Finding, Paragraph
 from surgeon.findings.drawing import ORDERED, Chart, Picture, scale
 from surgeon.findings.maps import HALF, Legend, Map, map_cells, scale_of
 from surgeon.findings.result import RunResult, TableFile, base_of
@@ -165,19 +165,14 @@ class Spectrum(RunResult):
         yield Finding("Low rank", text)
         if self.damage.empty:
             return
-        rows = []
         sentences = []
         for _, name, part in self.truncations():
             ratio = (part["perplexity"] / self.base_perplexity).to_numpy()
             worst = part.iloc[int(ratio.argmax())]
-            middle = change(float(np.median(ratio)))
-            rows.append([name, middle, change(float(ratio.max())), f"layer {int(worst['layer'])}, {worst['weight']}"])
-            sentences.append(f"{name} {middle}")
-        changes = listed(sentences)
-        text = f"In the median over all matrices, the perplexity with one of them cut down changes by: {changes}."
-        head = ["to", "median", "worst", "which"]
-        table = Table("Perplexity with one matrix cut down", head, rows, left=frozenset({3}))
-        yield Finding("Cutting one matrix down", text, table=table)
+            at_most = f"at most {change(float(ratio.max()))}, layer {int(worst['layer'])}, {worst['weight']}"
+            sentences.append(f"{name} {change(float(np.median(ratio)))} ({at_most})")
+        text = "In the median over all matrices, the perplexity with one of them cut down changes by"
+        yield Finding("Cutting one matrix down", f"{text}: {listed(sentences)}.")
 
     def missing(self) -> Iterator[str]:
         if self.damage.empty:
@@ -187,7 +182,10 @@ class Spectrum(RunResult):
 
     def __str__(self) -> str:
         """For each weight medians over layers, of the rank with 95% of the energy and of divergence; in 80 columns."""
-        parts = ["Medians over layers: rank with 95% of the energy, as a share of the full rank"]
+        parts = [
+            f"base perplexity {self.base_perplexity:.4g} over {self.record['tokens_predicted']:,} predicted tokens\n",
+            "Medians over layers: rank with 95% of the energy, as a share of the full rank",
+        ]
         if len(self.damage):
             parts.append("(whitened: weighed by the inputs); divergence at lower ranks, nats per token")
         truncations = list(self.truncations())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,6 @@ PAIRS = "lp"
 PAIRS_OF_STREAMS = "2-parallel"
 PRUNE = "prune"
 TOLERANCES = (1.05, 1.10, 1.25)  # of the base perplexity, that tables and maps speak of
-_SUBLAYERS = re.compile(r"[^AF]*[AF]\d+[^AF>\[{]*")
 _SAME = 1e-6  # relative; perplexities this close are one
 
 
@@ -110,21 +108,11 @@ def depth_saved(operation: str, layers: int, steps_per_layer: int | None) -> flo
     if operation not in HEATMAPS or layers < 1:
         return None
     known = [steps_per_layer] if steps_per_layer else [1, 2]
-    saved = {layers - edited_stretch(operation, layers, steps).effective_depth(steps) for steps in known}
+    edited = {steps: HEATMAPS[operation](Program.dense(layers, steps), layers=range(layers)) for steps in known}
+    saved = {layers - program.effective_depth(steps) for steps, program in edited.items()}
     if len(saved) == 1:
         return saved.pop()
     return None
-
-
-def edited_stretch(operation: str, layers: int, steps_per_layer: int) -> Program:
-    """What an operation makes of a model of so many layers, all of which it is applied to."""
-    return HEATMAPS[operation](Program.dense(layers, steps_per_layer), layers=range(layers))
-
-
-def shown_stretch(operation: str, layers: int, steps_per_layer: int, most: int = 10) -> str:
-    """The same as text for layers from 0, shortened in the middle to so many sublayers."""
-    parts = _SUBLAYERS.findall(str(edited_stretch(operation, layers, steps_per_layer)))
-    return "".join(parts if len(parts) <= most else [*parts[: most // 2], "… ", *parts[-most // 2 :]])
 
 
 def longest_within(scan: ScanTable, operation: str, tolerance: float) -> pd.Series[Any] | None:

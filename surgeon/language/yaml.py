@@ -1,8 +1,6 @@
-"""YAML from anybody, read within bounds: a small text can stand for a huge document, and hold any object.
+"""YAML from anybody, read within bounds: there are texts, numbers, true and false, null, dates, lists and mappings.
 
-What aliases and merge keys stand for is counted as it would be written out, before anything is built of it, so that a
-document that names itself, or one list in another many times over, is refused before it takes time or memory. There
-are texts, numbers, true and false, null, dates, lists and mappings; any other tag is refused.
+Aliases and merge keys, by which a small text can stand for a huge document, are refused, as is any other tag.
 """
 
 from __future__ import annotations
@@ -15,14 +13,14 @@ import yaml
 
 from surgeon.errors import first_line, shown
 
-LONGEST = 1 << 20  # characters, with aliases and merge keys written out, too
-MOST_NODES = 10_000  # likewise
+LONGEST = 1 << 20  # characters
+MOST_NODES = 10_000
 DEEPEST = 50  # lists and mappings in each other
 LONGEST_NUMBER = 100  # characters; more take long to read, and Python refuses to show them
 
 _TAG = "tag:yaml.org,2002:"
 _KINDS = [f"{_TAG}{kind}" for kind in ("null", "bool", "int", "float", "timestamp", "str", "seq", "map")]
-_SIGNS = _, _MERGE = f"{_TAG}value", f"{_TAG}merge"  # "=" and "<<", which are texts where they mean nothing
+_SIGNS = _, _MERGE = f"{_TAG}value", f"{_TAG}merge"  # "=" and "<<", which are texts in a list
 
 Path = tuple[Any, ...]
 
@@ -90,25 +88,19 @@ def read_yaml(text: str) -> Document:
 
 
 def _note_lines(loader: _Loader, node: yaml.Node, path: Path, lines: dict[Path, int]) -> None:
-    """Of every entry inside, once what is merged into mappings stands in them."""
     lines.setdefault(path, _line(node))
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             _note_lines(loader, item, (*path, index), lines)
     if isinstance(node, yaml.MappingNode):
-        for key, (key_node, value) in {loader.construct_object(pair[0]): pair for pair in node.value}.items():
+        for key_node, value in node.value:
+            key = loader.construct_object(key_node)
             lines[*path, key] = _line(key_node)
             _note_lines(loader, value, (*path, key), lines)
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes no more, and nothing deeper, than is read, and builds nothing but what is named above.
-
-    Attributes:
-        entries, characters: so far, as if aliases were written out.
-        depth, deepest: of lists and mappings in each other here, and below where this is.
-        sizes: entries, characters and depth of what has an anchor and has ended.
-    """
+    """Composes no more, and nothing deeper, than is read, and builds nothing but what is named above."""
 
     yaml_constructors: ClassVar = {
         **{kind: yaml.SafeLoader.yaml_constructors[kind] for kind in _KINDS},
@@ -117,53 +109,30 @@ class _Loader(yaml.SafeLoader):
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self.entries = self.characters = self.depth = self.deepest = 0
-        self.sizes: dict[str, tuple[int, int, int]] = {}
+        self.entries = 0
+        self.depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()  # type: ignore[no-untyped-call]
         line = event.start_mark.line + 1
-        anchor = event.anchor
-        is_alias = isinstance(event, yaml.AliasEvent)
-        before = (self.entries, self.characters)
-        around = self.deepest
-        self.entries += not is_alias
-        self.depth += 1
-        self.deepest = self.depth
-        self._check(line)
-        node = super().compose_node(parent, index)
-        if is_alias:
-            if anchor not in self.sizes:
-                raise YamlError(
-                    _line(self.anchors[anchor]), "it has an alias to itself inside; write out what is meant"
-                )
-            entries, characters, below = self.sizes[anchor]
-            self.entries = self.entries + entries
-            self.characters = self.characters + characters
-            self.deepest = self.depth + below
-        elif isinstance(node, yaml.ScalarNode):
-            self.characters += len(node.value)
-        self._check(line)
-        self.sizes[anchor] = self.entries - before[0], self.characters - before[1], self.deepest - self.depth
-        self.depth -= 1
-        self.deepest = max(around, self.deepest)
-        return node
-
-    def _check(self, line: int) -> None:
+        if isinstance(event, yaml.AliasEvent):
+            raise YamlError(line, f"*{event.anchor} is an alias; write out what is meant")
+        self.entries += 1
         if self.entries > MOST_NODES:
-            raise YamlError(line, f"with its aliases written out, it has more than {MOST_NODES:,} entries")
-        if self.characters > LONGEST:
-            raise YamlError(line, f"with its aliases written out, it has more than {LONGEST:,} characters")
-        if self.deepest > DEEPEST:
+            raise YamlError(line, f"it has more than {MOST_NODES:,} entries")
+        self.depth += 1
+        if self.depth > DEEPEST:
             raise YamlError(line, f"lists and mappings lie more than {DEEPEST} deep in each other")
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
         known = set()
-        for key_node, value in node.value:
-            bases = value.value if isinstance(value, yaml.SequenceNode) else [value]
-            if key_node.tag == _MERGE and not all(isinstance(each, yaml.MappingNode) for each in bases):
-                raise YamlError(_line(value), "<< merges a mapping, or a list of mappings, named by aliases: <<: *base")
+        for key_node, _ in node.value:
+            if key_node.tag == _MERGE:
+                raise YamlError(_line(key_node), "<< merges nothing here; write out what is meant")
             if not isinstance(key_node, yaml.ScalarNode):
                 raise YamlError(_line(key_node), "a key is a text or a number, not a list or a mapping")
             key = self.construct_object(key_node)

@@ -60,7 +60,7 @@ def edit(
     edited = (layers_class or EditedLayers)(layers, original.config, family, program, factors)
     setattr(parent, name, edited)
     edited.describe_in(original.config)
-    vars(original)["save_pretrained"] = MethodType(_save_edited, original)
+    vars(original)["save_pretrained"] = MethodType(_saver, original)
     return original
 
 
@@ -187,11 +187,6 @@ def check_layers(program: Program, num_layers: int) -> None:
     for sublayer in program.sublayers():
         if max(sublayer.layers) >= num_layers:
             raise ValueError(f"{sublayer} is out of range: the model's layers are 0 to {num_layers - 1}")
-
-
-def _save_edited(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
-    """Stands in for an edited model's own `save_pretrained`."""
-    _saver(model, *args, **kwargs)
 
 
 def save_edited_with(saver: Callable[..., None]) -> None:

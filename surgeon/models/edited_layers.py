@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -35,13 +35,6 @@ CACHES = ("cache", "past_key_values", "layer_past")
 ASKS_FOR_ROUTERS = "output_router_logits"  # the entry by which stock classes balance the experts of mixtures
 
 
-class EarlierKeys(Protocol):
-    """Keys and values of earlier tokens (models/verified.py)."""
-
-    def given(self, attention: Sublayer, arguments: dict[str, Any], /) -> dict[str, Any]:
-        """What an attention is called with, of what the decoder has for it."""
-
-
 class EditedLayers(nn.Module):
     """Stands in a decoder for its list of layers.
 
@@ -52,7 +45,7 @@ class EditedLayers(nn.Module):
 
     gradient_checkpointing = False
     keeps_derived = True  # or derives a sublayer anew whenever it runs
-    verified: EarlierKeys | None = None  # what attentions read of earlier tokens, where that is not their own
+    verified: Any = None  # the `VerifiedKeys` that attentions read of earlier tokens, where those are not their own
     begins: tuple[int, Tensor] | None = None  # behind which node a pass begins, with which stream; None at the start
 
     def __init__(
@@ -73,16 +66,17 @@ class EditedLayers(nn.Module):
         self.program = program
         self.factors = factors
         self._weights: ModelWeights | None = None
-        self._ranks_held: dict[tuple[str, int], tuple[tuple[str, int], ...]] = {}
-        self._widths_held: dict[tuple[str, int], int] = {}
-        self._experts_held: dict[int, tuple[int, ...]] = {}
+        self._derived: dict[Sublayer, bool] = {}  # of sublayers of one layer
         self.holds_factors = any(isinstance(module, FactoredLinear) for module in layers.modules())
         self.stream_tap = StreamTap()
         for sublayer in dict.fromkeys(program.sublayers()) if self.keeps_derived else ():
             if self.is_derived(sublayer):
                 self.add_module(str(sublayer), self.derive(sublayer))
         self._share_undivided()
-        self._describe_slots([one.layers[0] for one in program.sublayers() if one.kind == ATTENTION])
+        # The layer that each slot is of; one more counts tokens in the cache where no attention does.
+        attended = [one.layers[0] for one in program.sublayers() if one.kind == ATTENTION]
+        self.counts_apart = all(family.spec(ATTENTION, layer).counted_by for layer in attended)
+        self.slot_layers = [*attended, *(attended[:1] or [0])] if self.counts_apart else attended
         self.config_before: dict[str, Any] = {}
         # PyTorch makes every new module a training one.
         self.training = self.stream_tap.training = layers.training
@@ -90,12 +84,6 @@ class EditedLayers(nn.Module):
         if checkpointed is not None:
             self.gradient_checkpointing = True
             self._gradient_checkpointing_func = checkpointed._gradient_checkpointing_func
-
-    def _describe_slots(self, attended: list[int]) -> None:
-        """Say which layer each slot is of; one more counts tokens in the cache where no attention does."""
-        counting = any(not self.family.spec(ATTENTION, layer).counted_by for layer in attended)
-        self.slot_layers = attended if counting else [*attended, *(attended[:1] or [0])]
-        self.counts_apart = not counting
 
     def _share_undivided(self) -> None:
         """Slices of one sublayer that are stored as one have the same norms, whatever trains them."""
@@ -106,18 +94,14 @@ class EditedLayers(nn.Module):
                 slices.setdefault(first, []).append(self.owner(sublayer))
         for first, modules in slices.items():
             share_undivided(modules, self.family.spec(first.kind, first.layers[0]))
-        if self.family.shares_norm and self.keeps_derived:
-            self._share_norms()
-
-    def _share_norms(self) -> None:
-        """Derived sublayers of one layer that are stored as one have its norm between them."""
         path = self.family.attention.norm
-        norms = dict[int, nn.Module]()
-        assert path is not None
-        groups = self.stored_groups
-        for sublayer in filter(self.is_derived, dict.fromkeys(self.program.sublayers())):
-            norm = norms.setdefault(groups.place(sublayer), self.owner(sublayer).get_submodule(path))
-            setattr(self.owner(sublayer), path, norm)
+        if path is not None and self.family.shares_norm and self.keeps_derived:
+            # Derived sublayers of one layer that are stored as one have its norm between them.
+            norms = dict[int, nn.Module]()
+            groups = self.stored_groups
+            for sublayer in filter(self.is_derived, dict.fromkeys(self.program.sublayers())):
+                norm = norms.setdefault(groups.place(sublayer), self.owner(sublayer).get_submodule(path))
+                setattr(self.owner(sublayer), path, norm)
 
     @property
     def stored_groups(self) -> Groups:
@@ -158,33 +142,15 @@ class EditedLayers(nn.Module):
         """Whether it has weights that no layer has: an average, some experts or units of it, a slice, or factors."""
         if len(sublayer.layers) > 1 or sublayer.piece is not None:
             return True
-        kind = sublayer.kind
-        (layer,) = sublayer.layers
-        if sublayer.width is not None and sublayer.width != self._held_width(kind, layer):
-            return True
-        if sublayer.experts is not None and sublayer.experts != self._held_experts(layer):
-            return True
-        return self._held_ranks(kind, layer) != sublayer.ranks
-
-    def _held_width(self, kind: str, layer: int) -> int:
-        """How many KV groups or neurons a layer itself has."""
-        if (kind, layer) not in self._widths_held:
-            self._widths_held[kind, layer] = EditedLayers.view_weights(self).stored_width(kind, layer)
-        return self._widths_held[kind, layer]
-
-    def _held_experts(self, layer: int) -> tuple[int, ...]:
-        """The numbers of the experts that a layer itself has."""
-        if layer not in self._experts_held:
-            self._experts_held[layer] = tuple(range(EditedLayers.view_weights(self).stored_experts(layer) or 0))
-        return self._experts_held[layer]
-
-    def _held_ranks(self, kind: str, layer: int) -> tuple[tuple[str, int], ...]:
-        """The ranks of the factors that a layer itself has in place of matrices."""
-        if not self.holds_factors:
-            return ()
-        if (kind, layer) not in self._ranks_held:
-            self._ranks_held[kind, layer] = EditedLayers.view_weights(self).stored_ranks(Sublayer(kind, (layer,)))
-        return self._ranks_held[kind, layer]
+        if sublayer not in self._derived:
+            (layer,) = sublayer.layers
+            weights = EditedLayers.view_weights(self)
+            differs = sublayer.width is not None and sublayer.width != weights.stored_width(sublayer.kind, layer)
+            if sublayer.experts is not None:
+                differs |= sublayer.experts != tuple(range(weights.stored_experts(layer) or 0))
+            held = weights.stored_ranks(Sublayer(sublayer.kind, (layer,))) if self.holds_factors else ()
+            self._derived[sublayer] = differs or held != sublayer.ranks
+        return self._derived[sublayer]
 
     def derive(self, sublayer: Sublayer) -> nn.Module:
         """A module with the averaged, narrowed, sliced or factorised weights of this sublayer.
@@ -228,17 +194,14 @@ class EditedLayers(nn.Module):
         entries["num_hidden_layers"] = len(self.slot_layers)
         for key, kind in self.family.spec(ATTENTION, self.slot_layers[-1]).counted_by if self.counts_apart else ():
             entries[key] = [*entries[key][:-1], kind]
-        if getattr(config, ASKS_FOR_ROUTERS, False) and not self._has_stock_routers():
-            entries[ASKS_FOR_ROUTERS] = False
+        if getattr(config, ASKS_FOR_ROUTERS, False):
+            # Stock classes balance mixtures of as many experts as the configuration says.
+            own = [one for one in self.program.sublayers() if one.kind == FEED_FORWARD]
+            mixtures = [one for one in own if self.family.spec(FEED_FORWARD, one.layers[0]).mixture is not None]
+            entries[ASKS_FOR_ROUTERS] = bool(mixtures) and all(one.experts is None for one in mixtures)
         self.config_before = {key: getattr(config, key) for key in entries}
         for key, value in entries.items():
             setattr(config, key, value)
-
-    def _has_stock_routers(self) -> bool:
-        """Whether the program has mixtures, of as many experts as stock classes reckon with where they balance them."""
-        feed_forwards = [sublayer for sublayer in self.program.sublayers() if sublayer.kind == FEED_FORWARD]
-        mixtures = [one for one in feed_forwards if self.family.spec(FEED_FORWARD, one.layers[0]).mixture is not None]
-        return bool(mixtures) and all(one.experts is None for one in mixtures)
 
     def undo(self, config: Any) -> nn.ModuleList:
         """Restore the configuration and every attention's cache slot; returns the original list."""
@@ -275,8 +238,10 @@ class EditedLayers(nn.Module):
 
     def run(self, stream: Tensor, arguments: list[dict[str, Any]]) -> Tensor:
         """The stream after the program; `arguments` are the decoder's keyword arguments for each attention."""
-        if self.counts_apart:
-            _count_in_cache(arguments[-1], stream, len(arguments) - 1)
+        cache = next((arguments[-1][name] for name in CACHES if name in arguments[-1]), None)
+        if self.counts_apart and cache is not None:  # which the decoder asks at which position the next token stands
+            nothing = stream.new_zeros(len(stream), 1, stream.shape[1], 1)
+            cache.update(nothing, nothing, len(arguments) - 1)
         machine = ModelMachine(self, arguments)
         first = 0
         if self.begins is not None:
@@ -364,7 +329,7 @@ class ModelMachine(Machine):
                 arguments = verified.given(sublayer, self.arguments[slot])
             call = partial(_attention, owner, spec, slot, arguments)
         else:
-            call = partial(_feed_forward, owner, spec)
+            call = partial(_through, owner, spec.called)
         if self.layers.gradient_checkpointing and self.layers.training:
             checkpointed: Any = self.layers._gradient_checkpointing_func
             output: Tensor = checkpointed(call, stream)
@@ -385,18 +350,6 @@ def _attention(owner: nn.Module, spec: SublayerSpec, slot: int, arguments: dict[
     output = owner.get_submodule(first)(hidden_states=normed, **spec.given(arguments))
     attended: Tensor = output[0] if isinstance(output, tuple) else output
     return _through(owner, others, attended)
-
-
-def _count_in_cache(arguments: dict[str, Any], stream: Tensor, slot: int) -> None:
-    """Let the cache know of tokens that nothing counted: the decoder asks it at which position the next one stands."""
-    cache = next((arguments[name] for name in CACHES if name in arguments), None)
-    if cache is not None:
-        nothing = stream.new_zeros(len(stream), 1, stream.shape[1], 1)
-        cache.update(nothing, nothing, slot)
-
-
-def _feed_forward(owner: nn.Module, spec: SublayerSpec, stream: Tensor) -> Tensor:
-    return _through(owner, spec.called, stream)
 
 
 def _through(owner: nn.Module, paths: Iterable[str], stream: Tensor) -> Tensor:

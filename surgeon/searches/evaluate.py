@@ -34,7 +34,7 @@ from surgeon.models.weights import FactorSource, TruncatedSVD
 from surgeon.progress import require_time
 from surgeon.quality.data import Windows
 from surgeon.quality.head import ByWindow, OutputHead, joined, one_after_the_other
-from surgeon.quality.references import REFERENCE_FILE, TextReferences
+from surgeon.quality.references import TextReferences
 from surgeon.quality.summary import Quality, Values, quality_of
 
 BLOCK = 64  # tokens, at least, in what is compared
@@ -110,10 +110,8 @@ class Evaluator:
         model: the layers that it is stored as; it is left as it is.
         windows: the text.
         memory: a limit in bytes on the memory of the whole process.
-        folder: where the original's predictions are kept if `model_hash` is given, and hidden states that do not fit
-            into the memory, where the model's weights are streamed.
+        folder: for hidden states that do not fit into the memory, where the model's weights are streamed.
         ran: called with the number of sublayers run, as they run.
-        model_hash: which model it is; None to keep no predictions on disk.
         kept: how many bytes of states are kept for later programs; by default what `memory` leaves, or else a share of
             the memory that is free.
         race: the rule by which programs are stopped.
@@ -125,7 +123,7 @@ class Evaluator:
         sublayers: how many have run so far, one on a part of the windows counted as that part.
 
     Raises:
-        ValueError: if the model is an edited one, or the folder has predictions of another model or text.
+        ValueError: if the model is an edited one.
     """
 
     def __init__(
@@ -136,7 +134,6 @@ class Evaluator:
         folder: Path | None = None,
         ran: Callable[[float], Any] = lambda _: None,
         *,
-        model_hash: str | None = None,
         kept: int | None = None,
         race: Race | None = None,
         own: Program | None = None,
@@ -154,10 +151,7 @@ class Evaluator:
         self.head = OutputHead(model)
         self.race = race or Race()
         self.blocks = blocks_per_window(len(windows.ids), windows.ids.shape[1] - 1)
-        self.references = TextReferences(windows.ids, model.device, sampled)
-        self.identity = {"model_hash": model_hash or "", "data": windows.digest, "dtype": str(model.dtype)}
-        self.file = None if folder is None or model_hash is None else folder / REFERENCE_FILE
-        self.on_disk = self.file is not None and self.references.load(self.file, self.identity)
+        self.references = TextReferences(windows.ids, sampled)
         self.at_once = len(windows.ids)
         self.limit = kept
         self.cache = None
@@ -206,9 +200,6 @@ class Evaluator:
         plan = share([self.dense, *wanted])
         for part in measure(self.model, self.windows.ids, plan, self._options(plan, is_done)):
             parts[part.program].append(part.quality)
-        if self.file is not None and not self.on_disk and self.references.whole:
-            self.references.save(self.file, self.identity)
-            self.on_disk = True  # or there is no room, which is said once
         return {program: self._summary(parts[program], best) for program in wanted}
 
     def streams(

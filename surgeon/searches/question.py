@@ -210,8 +210,7 @@ class Question:
         """
         assert self.space is not None, "`on` names the spaces"
         spaces = parse_spaces(self.space, self.ranks)
-        stored = model.in_turn
-        mixture = Mixture(spaces, stored, self.ranks, self._obstacle(stored))
+        mixture = Mixture(spaces, model, self.ranks, self._obstacle(model))
         mixture.require_edits()
         return mixture
 

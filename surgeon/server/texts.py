@@ -56,7 +56,10 @@ class Texts:
         """The prompt of a completion, as text or as token ids.
 
         Args:
-            most: how many tokens it may have; a text that certainly has more is not looked at any further.
+            most: how many tokens it may have; a text far longer than these is not looked at any further.
+
+        Raises:
+            ApiError: if it has no tokens, certainly too many, or is not text.
         """
         if isinstance(given, str):
             tokens = self._encode(given, "prompt", most)
@@ -69,8 +72,8 @@ class Texts:
         return Prompt(tokens, text)
 
     def _encode(self, text: str, name: str, most: int, special: bool = True) -> list[int]:
-        if (fewest := self._encoder.fewest(text)) > most:
-            reason = f"{name} has {len(text)} characters, which are at least {fewest} tokens; at most {most} fit"
+        if len(text) > (characters := self._encoder.most_characters(most)):
+            reason = f"{name} has {len(text)} characters; at most {characters} are read, as {most} tokens fit"
             raise invalid(reason, name)
         _check_text(text, name)
         return self._encoder(text, special)

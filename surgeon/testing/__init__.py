@@ -17,6 +17,6 @@ from surgeon.testing.families import FamilyContract  # noqa: E402
 from surgeon.testing.forms import FormContract  # noqa: E402
 from surgeon.testing.operations import OperationContract  # noqa: E402
 from surgeon.testing.spaces import SpaceContract  # noqa: E402
-from surgeon.testing.sublayers import OwnSublayers, Sublayers  # noqa: E402
+from surgeon.testing.sublayers import Sublayers  # noqa: E402
 
-__all__ = ["FamilyContract", "FormContract", "OperationContract", "OwnSublayers", "SpaceContract", "Sublayers"]
+__all__ = ["FamilyContract", "FormContract", "OperationContract", "SpaceContract", "Sublayers"]

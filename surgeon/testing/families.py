@@ -25,7 +25,7 @@ from surgeon.models.families import family_of
 from surgeon.models.routing import route
 from surgeon.models.weights import Dense, ModelWeights, ModuleStore, NamedTensors, Tensors, packed
 from surgeon.opened import open_model
-from surgeon.testing.sublayers import EDITS, LAYERS, OwnSublayers, Sublayers, sliced
+from surgeon.testing.sublayers import EDITS, LAYERS, Sublayers, sliced
 
 
 class FamilyContract:
@@ -123,7 +123,7 @@ class FamilyContract:
         """Over the model's own sublayers, and over those of the plain computation where there is one."""
         edited = _edited(restore(model), name)
         found = _logits(edited, ids)
-        own = OwnSublayers(restore(edited), ids)
+        own = Sublayers(restore(edited), ids)
         plain = self.plain(model)
         expected = [
             sublayers.logits(EDITS[name][1](sublayers, sublayers.embed(ids)))

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,51 +30,11 @@ LAYERS = 4  # of the models under contract
 _STREAM = object()  # stands in an attention's arguments for the normed stream
 
 
-class Sublayers(Protocol):
-    """A model over unpadded tokens, taken apart; streams are (batch, tokens, hidden).
+class Sublayers:
+    """A `transformers` model over unpadded tokens, taken apart into its modules; streams are (batch, tokens, hidden).
 
-    Attributes:
-        one_step: whether attention and feed-forward of a layer read the same stream.
-    """
-
-    @property
-    def one_step(self) -> bool: ...
-
-    def embed(self, ids: Tensor) -> Tensor:
-        """The stream that the first layer reads."""
-        ...
-
-    def attention(self, k: int, x: Tensor) -> Tensor:
-        """What layer k's attention adds to a stream, its norm inside."""
-        ...
-
-    def feed_forward(self, k: int, x: Tensor) -> Tensor:
-        """What layer k's feed-forward adds to a stream, its norm inside."""
-        ...
-
-    def logits(self, x: Tensor) -> Tensor:
-        """What the model makes of the last stream: (batch, tokens, vocabulary)."""
-        ...
-
-    def averaged(self, layers: list[int], into: int) -> Sublayers:
-        """A copy in which one layer has the average of several layers' weights."""
-        ...
-
-    def narrowed(self, k: int, kind: str, count: int) -> Sublayers:
-        """A copy in which layer k's attention ("A") or feed-forward ("F") adds nothing of most KV groups or neurons.
-
-        Columns of the projection to the stream are zero for all but `count`: of KV groups those of the largest weights,
-        all matrices of a unit together; of neurons those that `torch.randperm` names first.
-        """
-        ...
-
-    def experts(self, k: int, kept: tuple[int, ...]) -> Sublayers:
-        """A copy in which layer k's mixture has these of its experts; asked for of models with mixtures only."""
-        ...
-
-
-class OwnSublayers:
-    """`Sublayers` of a `transformers` model, from its own modules, for tokens of one shape.
+    What another computation of a model's sublayers has, too, for these tests: one_step, embed, attention, feed_forward,
+    logits, averaged, narrowed, experts.
 
     Args:
         model: which runs no edited program; it is copied.
@@ -92,6 +52,7 @@ class OwnSublayers:
 
     @property
     def one_step(self) -> bool:
+        """Whether attention and feed-forward of a layer read the same stream."""
         return self.family.steps_per_layer == 1
 
     @property
@@ -177,16 +138,22 @@ class OwnSublayers:
         return logits
 
     @torch.no_grad()
-    def averaged(self, layers: list[int], into: int) -> OwnSublayers:
-        other = OwnSublayers(self.model, self.ids)
+    def averaged(self, layers: list[int], into: int) -> Sublayers:
+        """A copy in which one layer has the average of several layers' weights."""
+        other = Sublayers(self.model, self.ids)
         parameters = [dict(self.layers[k].named_parameters()) for k in layers]
         for name, parameter in other.layers[into].named_parameters():
             parameter.copy_(torch.stack([one[name] for one in parameters]).mean(0))
         return other
 
     @torch.no_grad()
-    def narrowed(self, k: int, kind: str, count: int) -> OwnSublayers:
-        other = OwnSublayers(self.model, self.ids)
+    def narrowed(self, k: int, kind: str, count: int) -> Sublayers:
+        """A copy in which layer k's attention ("A") or feed-forward ("F") adds nothing of most KV groups or neurons.
+
+        Columns of the projection to the stream are zero for all but `count`: of KV groups those of the largest weights,
+        all matrices of a unit together; of neurons those that `torch.randperm` names first.
+        """
+        other = Sublayers(self.model, self.ids)
         whole = Sublayer(kind, (k,))
         weights = ModelWeights(ModuleStore(other.model), self.family, self.family.head_dim(self.model.config))
         projections = self.family.spec(kind, k).projections
@@ -209,8 +176,9 @@ class OwnSublayers:
         return other
 
     @torch.no_grad()
-    def experts(self, k: int, kept: tuple[int, ...]) -> OwnSublayers:
-        other = OwnSublayers(self.model, self.ids)
+    def experts(self, k: int, kept: tuple[int, ...]) -> Sublayers:
+        """A copy in which layer k's mixture has these of its experts."""
+        other = Sublayers(self.model, self.ids)
         spec = self.family.spec("F", k)
         assert spec.mixture is not None
         parent, _, name = spec.modules[0].rpartition(".")

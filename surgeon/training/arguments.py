@@ -18,12 +18,11 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.training_args import OptimizerNames
 
 from surgeon.checkpoint.read import read_json
-from surgeon.errors import did_you_mean, first_line
+from surgeon.errors import first_line
 from surgeon.gpus import avoid_cudnn_attention, describe_gpu
 from surgeon.opened import choose_device
-from surgeon.training.settings import TrainSettings
+from surgeon.training.settings import TrainSettings, check_taken, check_trainer_arguments
 from surgeon.training.sharding import check_sharding, load_whole
-from surgeon.training.trainer_table import check_taken, check_trainer_arguments
 
 _OF_OPTIMISERS = ("optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon")
 
@@ -50,7 +49,7 @@ def parse_trainer_arguments(texts: Iterable[str] | Mapping[str, Any] | None) -> 
     """Arguments of TrainingArguments from texts like "gradient_checkpointing=true"; by name they are themselves.
 
     Raises:
-        ValueError: if one has no "=", is unknown, is not taken (`trainer_table`), or its value cannot be read.
+        ValueError: if one has no "=", is unknown, is not taken (`check_taken`), or its value cannot be read.
     """
     if isinstance(texts, Mapping):
         return dict(texts)
@@ -71,8 +70,6 @@ def read_trainer_argument(name: str, value: str) -> Any:
     Raises:
         ValueError: if there is no such argument, it is not taken whatever else is given, or the value cannot be read.
     """
-    if name not in _defaults():
-        raise ValueError(f"{name}: TrainingArguments has no such one; {did_you_mean(name, _defaults())}")
     check_taken(name)
     kind: Any = TrainingArguments
     parser = HfArgumentParser(kind, allow_abbrev=False, exit_on_error=False)

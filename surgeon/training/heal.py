@@ -27,8 +27,8 @@ from surgeon.opened import EditedModel, Model, open_edited
 from surgeon.provenance import provenance
 from surgeon.training.model import TrainedModel
 from surgeon.training.racks.build import require_known
+from surgeon.training.racks.model import tensors_of
 from surgeon.training.racks.partition import Racks
-from surgeon.training.racks.tensors import tensors_of
 from surgeon.training.scope import adapter_targets, shapes_to_train
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainTexts

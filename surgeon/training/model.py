@@ -14,12 +14,9 @@ from surgeon.checkpoint.codas import Coda
 from surgeon.exports.in_memory import export, export_with_codas
 from surgeon.exports.prove import Proof
 from surgeon.language.program import Program
-from surgeon.training.racks.averaging import NEVER, parse_averaging
 from surgeon.training.racks.partition import Racks
-from surgeon.training.racks.preparing import commands_by_hand, prepare
-from surgeon.training.racks.run_files import ProcessOptions
-from surgeon.training.racks.subject import RacksToTrain
-from surgeon.training.racks.supervisor import train_racks
+from surgeon.training.racks.run_files import NEVER, ProcessOptions, RacksToTrain, parse_averaging
+from surgeon.training.racks.supervisor import commands_by_hand, prepare, train_racks
 from surgeon.training.racks.trained import finish_racks
 from surgeon.training.resume import finish_run
 from surgeon.training.run import Trained, train

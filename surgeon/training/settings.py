@@ -12,7 +12,6 @@ from pydantic import ConfigDict, Field, Strict
 from surgeon.errors import did_you_mean
 from surgeon.training.distill.distiller import Distillation
 from surgeon.training.token_store import ALL_TOKENS
-from surgeon.training.trainer_table import check_trainer_arguments
 from surgeon.words import plural
 
 SCOPES = ("edited", "all", "norms", "edited-norms", "routers")
@@ -21,6 +20,67 @@ DEFAULT_STEPS = 1000
 Count = Annotated[int, Strict()]  # of at least 1
 LEARNING_RATE = 1e-4
 LORA_LEARNING_RATE = 1e-3
+_ALONE = """
+    optim weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm lr_scheduler_kwargs neftune_noise_alpha
+    bf16 fp16 tf32 activation_checkpointing gradient_checkpointing torch_compile torch_compile_backend
+    torch_compile_mode torch_empty_cache_steps logging_strategy logging_steps logging_first_step report_to
+    save_total_limit dataloader_num_workers accelerator_config ddp_find_unused_parameters ddp_bucket_cap_mb
+    ddp_static_graph fsdp deepspeed
+"""
+# Arguments of TrainingArguments that have an effect here, each with others of which one has to be given, too.
+TAKEN: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(_ALONE.split(), ()),
+    **dict.fromkeys(("optim_args", "optim_target_modules"), ("optim",)),
+    "activation_checkpointing_kwargs": ("activation_checkpointing", "gradient_checkpointing"),
+    "gradient_checkpointing_kwargs": ("gradient_checkpointing", "activation_checkpointing"),
+    "run_name": ("report_to",),
+    "fsdp_config": ("fsdp",),
+}
+# Those that the run decides, with surgeon's own option.
+DECIDED = {
+    "output_dir": "output",
+    "max_steps": "steps",
+    "num_train_epochs": "epochs",
+    "per_device_train_batch_size": "batch and micro_batch",
+    "gradient_accumulation_steps": "batch and micro_batch",
+    "learning_rate": "learning_rate",
+    "lr_scheduler_type": "schedule",
+    "warmup_steps": "warmup",
+    "seed": "seed",
+    "data_seed": "seed",
+    "use_cpu": "device",
+    "eval_strategy": "evaluate_every",
+    "eval_steps": "evaluate_every",
+    "save_strategy": "save_every",
+    "save_steps": "save_every",
+    "load_best_model_at_end": "patience",
+    "local_rank": "torchrun or accelerate launch",
+    "resume_from_checkpoint": "the same command again, which goes on where it was",
+}
+
+
+def check_taken(name: str) -> None:
+    """Refuse an argument of the Trainer that would do nothing, or that the run decides itself.
+
+    Raises:
+        ValueError: with what to use in its place, or the nearest one that is taken.
+    """
+    if name in DECIDED:
+        raise ValueError(f"{name} is decided by the run; use surgeon's own {DECIDED[name]}")
+    if name not in TAKEN:
+        raise ValueError(f"{name} is no argument of the Trainer that has an effect here; {did_you_mean(name, TAKEN)}")
+
+
+def check_trainer_arguments(given: Mapping[str, Any]) -> None:
+    """Refuse arguments of which one is not taken, or does nothing without another.
+
+    Raises:
+        ValueError: naming the first one.
+    """
+    for name in given:
+        check_taken(name)
+        if TAKEN[name] and not any(map(given.get, TAKEN[name])):
+            raise ValueError(f"{name} does nothing without {' or '.join(TAKEN[name])}; give that, too, or leave it out")
 
 
 @dataclass(frozen=True)
@@ -82,7 +142,7 @@ class TrainSettings:
         evaluate_every, save_every: steps between measurements on held-out text, and between checkpoints.
         patience: how many measurements in a row may be no better than the best one before it; then the run ends, with
             the best one's weights. None never ends early, and keeps the last weights.
-        arguments: further arguments of transformers' TrainingArguments, of those in `trainer_table.TAKEN`.
+        arguments: further arguments of transformers' TrainingArguments, of those in `TAKEN`.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)  # annotations are for where it is read

@@ -10,12 +10,10 @@ import math
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -37,7 +35,7 @@ from surgeon.training.held_out import Measure
 from surgeon.training.packing import IGNORED, attends_across
 from surgeon.training.sharding import go_on_as, share_out
 from surgeon.training.texts import RunOrder, TrainingText, TrainingWindows
-from surgeon.words import first_few
+from surgeon.words import first_few, plural
 
 _WINDOWS_NAMED = 16
 
@@ -58,21 +56,15 @@ class LossParts(Protocol):
 class ModelTrainer(Trainer):
     """A Trainer whose loss is the text's or a distillation's, and whose evaluation is a `Measure`.
 
-    A process takes its windows of a step at once, and divides them into micro-batches itself, so that a step that runs
-    out of memory is made again with smaller ones. A step whose loss or gradient is not finite is not taken, and ends
-    the run. Checkpoints hold what is trained, and have their names when they are whole (`RunCheckpoints`).
+    A step whose loss or gradient is not finite is not taken, and ends the run. Checkpoints hold what is trained, and
+    have their names when they are whole (`RunCheckpoints`).
 
     Attributes:
         balance: of a mixture's experts, whose loss is added.
         order: which windows each step is made on.
         batch: how many a step has, over all processes.
-        micro_batch: windows per forward pass of one process; it may shrink.
         checkpoints: of the run.
-        latest: what was measured last on held-out text.
         empty: where parameters are shared out among processes, the model without numbers, to be filled with all.
-
-    Args:
-        arguments: their batch is a micro-batch of one process, and what is accumulated makes a step.
     """
 
     def __init__(
@@ -83,19 +75,17 @@ class ModelTrainer(Trainer):
         held_out: Measure,
         towards: LossParts | None = None,
     ) -> None:
-        self.micro_batch = arguments.per_device_train_batch_size
-        arguments.per_device_train_batch_size *= arguments.gradient_accumulation_steps
-        arguments.gradient_accumulation_steps = 1
-        self.batch = arguments.per_device_train_batch_size * arguments.world_size
+        of_process = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
+        self.batch = of_process * arguments.world_size
         self.order = RunOrder(len(text), arguments.max_steps, self.batch, arguments.seed, text.parts)
         self.checkpoints = RunCheckpoints(arguments)
         self.held_out = held_out
         self.towards = towards
         self.balance = ExpertBalance(model)
-        self.latest: Quality | None = None
         self._parts: dict[str, Tensor] = {}  # of the loss, summed over so many micro-batches since the last log
         self._counted = 0
-        self._share: Tensor | None = None
+        self._loss = torch.zeros(())  # of a step
+        self._predicted: Tensor | None = None  # tokens in a micro-batch of it, on average; None where all have as many
         self.data = data = TrainingWindows(text, self.order)
         config: Any = model.config
         if "position_ids" in text.rows.column_names and attends_across(config):
@@ -108,7 +98,7 @@ class ModelTrainer(Trainer):
         self.remove_callback(PrinterCallback)
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
         self.empty: nn.Module | None = meta_copy(model) if sharded else None
-        self.model_accepts_loss_kwargs = False  # what is predicted is counted here (`_shares`)
+        self.model_accepts_loss_kwargs = False  # what is predicted is counted here (`get_batch_samples`)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -151,93 +141,42 @@ class ModelTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | int | None]:
-        """The windows of a step; none where the run was at its end already, which the Trainer sees after a step only.
+        """The micro-batches of a step; none where the run was at its end already, which the Trainer sees after a step.
 
         So it is where it goes on from a checkpoint at which it had ended early.
         """
         if self.control.should_training_stop:
             return [], None
         samples: tuple[list[Any], Tensor | int | None] = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._loss = torch.zeros((), device=device)
+        if self.data.has_labels:  # all that is predicted in a step counts alike
+            counts = torch.stack([predicted_tokens(part) for part in samples[0]])
+            mean = counts.float().to(device).mean()
+            if self.args.world_size > 1:
+                mean = self.accelerator.reduce(mean, "mean")
+            self._predicted = mean.clamp_min(torch.finfo(torch.float32).tiny)
         return samples
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Add the gradient of the mean loss over the windows of this process; returns that loss.
+        """Add the gradient of the mean loss of a micro-batch; returns that loss.
 
         Raises:
-            ValueError: if one window at a time is too much for the memory, or there are several processes, of which
-                one alone cannot begin a step anew.
+            ValueError: if it is too much for the memory.
         """
-        del num_items_in_batch
-        windows = len(inputs["input_ids"])
-        step = self.state.global_step + 1
-        on_gpu = self.args.device.type == "cuda"
-        random = torch.get_rng_state(), torch.cuda.get_rng_state(self.args.device) if on_gpu else None
-        parts = dict(self._parts), self._counted
-        while True:
-            try:
-                self._loss = self._accumulate(model, inputs)
-                return self._loss
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                reason = first_line(error)
-            # Outside the handler, whose exception holds on to the tensors of the step.
-            model.zero_grad()
-            if on_gpu:
-                torch.cuda.empty_cache()
-            size = min(self.micro_batch, windows)
-            if size == 1:
-                raise ValueError(
-                    f"out of memory at step {step} with one window at a time ({reason}); use a smaller window, "
-                    "gradient_checkpointing, or train fewer weights (adapters, norms only)"
-                )
-            if self.args.world_size > 1 or self.is_deepspeed_enabled or self.is_fsdp_enabled:
-                raise ValueError(
-                    f"out of memory at step {step} with {size} windows at a time in a process ({reason}); use a "
-                    f"smaller micro-batch than {size} in another output"
-                )
-            # At most half as many, so that they divide those of a step.
-            self.micro_batch = max(half for half in range(1, size // 2 + 1) if windows % half == 0)
-            warnings.warn(
-                f"out of memory at step {step} with {size} windows at a time; the step is made again with "
-                f"{self.micro_batch} at a time, and so are all after it (the batch stays as it is)",
-                stacklevel=1,
-            )
-            # The step is made again as if nothing had been: dropout draws the same numbers.
-            torch.set_rng_state(random[0])
-            if random[1] is not None:
-                torch.cuda.set_rng_state(random[1])
-            self._parts, self._counted = parts
-
-    def _accumulate(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """The mean loss of all micro-batches of a step; processes exchange their gradients at the last one only."""
-        starts = range(0, len(inputs["input_ids"]), self.micro_batch)
-        self.current_gradient_accumulation_steps = len(starts)  # what the Trainer divides each loss by
-        by_itself = self.accelerator.distributed_type == DistributedType.DEEPSPEED  # it goes by `sync_gradients`
-        always = by_itself or self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
-        total = torch.zeros((), device=self.args.device)
-        parts = [{name: value[at : at + self.micro_batch] for name, value in inputs.items()} for at in starts]
-        for part, share in zip(parts, self._shares(parts), strict=True):
-            self._share = share
-            last = self.accelerator.sync_gradients = part is parts[-1]
-            with nullcontext() if last or always else self.accelerator.no_sync(model):
-                total = total + super().training_step(model, part)
-        return total
-
-    def _shares(self, parts: list[dict[str, Any]]) -> list[Tensor | None]:
-        """What the mean loss of each micro-batch counts for, so that all that is predicted in a step counts alike.
-
-        None where every window predicts as much.
-        """
-        if not self.data.has_labels:
-            return [None] * len(parts)
-        counts = [(part["labels"][:, 1:] != IGNORED).sum() for part in parts]
-        predicted = torch.stack(counts).float().to(self.args.device)
-        mean = predicted.mean()
-        mean = self.accelerator.reduce(mean, "mean") if self.args.world_size > 1 else mean
-        return list((predicted / mean.clamp_min(torch.finfo(torch.float32).tiny)).unbind())
+        try:
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise ValueError(
+                f"out of memory at step {self.state.global_step + 1} with {plural(len(inputs['input_ids']), 'window')} "
+                f"at a time ({first_line(error)}); use a smaller micro-batch (the batch stays as it is) or window, "
+                "gradient_checkpointing, or train fewer weights (adapters, norms only)"
+            ) from error
+        self._loss = self._loss + loss
+        return loss
 
     def compute_loss(
         self,
@@ -253,7 +192,8 @@ class ModelTrainer(Trainer):
                 parts = {"loss": text_loss(model, inputs)}
             else:
                 parts = self.towards.loss(model, inputs)
-        if (share := self._share) is not None:
+        if self._predicted is not None:
+            share = predicted_tokens(inputs).to(self._predicted) / self._predicted
             parts = {name: part * share.to(part.device) for name, part in parts.items()}
         loss = parts.pop("loss")
         if self.balance.weight:
@@ -316,10 +256,9 @@ class ModelTrainer(Trainer):
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """Measure on held-out text; every process does all of it, as sharded models need."""
-        self.latest = self.measured(self.model_wrapped)
-        metrics = {"eval_loss": math.log(self.latest.perplexity), "eval_perplexity": self.latest.perplexity}
-        if self.latest.knows("divergence"):
-            metrics["eval_divergence"] = self.latest.divergence
+        found = self.measured(self.model_wrapped)
+        known = {f"eval_{name}": value for name, value in found.estimates.items() if not math.isnan(value)}
+        metrics = {"eval_loss": math.log(found.perplexity), **known}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
@@ -411,6 +350,11 @@ class ModelTrainer(Trainer):
         odd = sorted(trained & set(load_result.missing_keys)) + list(load_result.unexpected_keys)
         if odd:
             raise ValueError(f"the checkpoint is not of what is trained now: {odd[0]}")
+
+
+def predicted_tokens(windows: Mapping[str, Tensor]) -> Tensor:
+    """How many tokens of some windows are predicted, a number."""
+    return (windows["labels"][:, 1:] != IGNORED).sum()
 
 
 def meta_copy(model: nn.Module) -> nn.Module:

@@ -54,7 +54,7 @@ def test_use_is_counted_token_by_token(family: str, monkeypatch: pytest.MonkeyPa
     found = expert_use(model, TEXT)
     assert list(found) == ([0, 1] if family == "qwen3_moe" else [0, 1, 2])
     use, block = found[1], model.model.layers[1].mlp
-    sums, without = np.zeros((4, 4)), np.zeros((4, 4))
+    sums = np.zeros((4, 4))
     tokens = inputs_of(model, 1)
     for x in tokens:
         shares = (block.gate.weight @ x).softmax(0)
@@ -63,12 +63,9 @@ def test_use_is_counted_token_by_token(family: str, monkeypatch: pytest.MonkeyPa
         for one in best[:2]:
             size, weight = float(expert(block, one, x).norm()), float(shares[one]) / total
             sums[one] += [1, weight, size, weight * size]
-        for one in range(4):
-            without[one, [other for other in best if other != one][:2]] += 1
     assert use.tokens == len(tokens) == TEXT.ids.numel()
     ours = np.stack([use.sent, use.weights, use.sizes, use.saliency], axis=1)
     np.testing.assert_allclose(ours, sums, rtol=1e-4)
-    np.testing.assert_array_equal(use.without.numpy(), without)
     means = sums[:, 3] / np.maximum(1, sums[:, 0])
     assert use.order() == np.argsort(-means).tolist()
 
@@ -99,12 +96,11 @@ def test_a_scan_leaves_out_each_expert(tmp_path: Path) -> None:
     nll = float(np.mean(plain_nll(model, TEXT.ids, program)))
     assert cells.loc[(1, 2), "perplexity"] == pytest.approx(np.exp(nll), rel=1e-5)
     use = expert_use(model, TEXT)[1]
-    experts, loads = found.experts.set_index(["layer", "expert"]), found.loads.set_index(["layer", "without", "expert"])
+    experts = found.experts.set_index(["layer", "expert"])
     assert experts.groupby("layer")["load"].sum().tolist() == pytest.approx([2, 2, 2])
     assert experts.loc[(1, 3), "saliency"] == pytest.approx(float(use.saliency[3] / use.sent[3]))
-    assert loads.loc[(1, 2, 0), "load"] == pytest.approx(float(use.without[2, 0] / use.tokens))
     assert {"experts", "heatmap-experts"} <= found.pictures().keys()
-    pd.testing.assert_frame_equal(Scan.read(tmp_path).loads, found.loads, check_exact=False)
+    pd.testing.assert_frame_equal(Scan.read(tmp_path).experts, found.experts, check_exact=False)
     assert run(tmp_path, TEXT, model, ["prune"]).experts.equals(found.experts), "tables of earlier scans stay"
 
 

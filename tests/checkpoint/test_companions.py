@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import surgeon
 from surgeon.checkpoint.belongings import patterns_for_the_hub
-from surgeon.checkpoint.companions import companions_in, companions_of, left_behind
+from surgeon.checkpoint.companions import companions_of, left_behind, left_by
 from surgeon.checkpoint.compare import compare
 from surgeon.checkpoint.describe import describe
 from surgeon.checkpoint.read import Checkpoint
@@ -25,8 +23,8 @@ from surgeon.exports.in_memory import export_with_codas
 from surgeon.exports.unfuse import unfused
 from surgeon.models.edit import edit
 from surgeon.opened import open_model
-from tests.checkpoint.helpers import logits_of, run_export
-from tests.furnished import AUTO_MAP, BECOMES, REPLACED, check, expected, furnish
+from tests.checkpoint.helpers import run_export
+from tests.furnished import BECOMES, check, expected, furnish
 from tests.tiny_models import save_checkpoint, tiny_tokenizer
 
 PROGRAMS = {"plain": "A0 F0 A2 F2", "fused": "A0 F0 [A1 A2] [F1 F2]", "program": "A0 F0 >A1 >F1 A2 F2"}
@@ -54,10 +52,9 @@ def test_what_an_export_carries_on(form: str, furnished: Path, tmp_path: Path) -
     words = str(told[0].message)
     assert "notes.txt" in words
     assert "optimizer.pt" not in words  # which nobody misses
-    assert ("modeling_own.py (code of the model itself" in words) == (form != "plain")
+    assert "layers_own.py, modeling_own.py (code, in whose place" in words
     assert verify(target, target / "surgeon.json") > len(BECOMES) // 2
-    config = json.loads((target / "config.json").read_text())
-    assert ("modeling_own" in json.dumps(config["auto_map"])) == (form == "plain")
+    assert "modeling_own" not in (target / "config.json").read_text()
     tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=False, config=open_model(furnished).config)
     assert set(tokenizer.chat_template) == {"default", "rag", "tool_use"}
     run_export(furnished, target, PROGRAMS[form], overwrite=True)  # it is a checkpoint and no more
@@ -91,7 +88,7 @@ def test_a_fused_checkpoint_that_is_taken_apart_carries_on_what_it_has(furnished
     surgeon.export(unfused(tmp_path / "fused"), tmp_path / "again")
     kept = {path.relative_to(tmp_path / "fused") for path in (tmp_path / "fused").rglob("*")}
     assert {path.relative_to(tmp_path / "again") for path in (tmp_path / "again").rglob("*")} == kept
-    assert companions_in(json.loads((tmp_path / "again" / "surgeon.json").read_text())) == ([], {})
+    assert left_by(json.loads((tmp_path / "again" / "surgeon.json").read_text())) == {}
     assert compare(describe(tmp_path / "fused"), describe(tmp_path / "again")).files == {}
 
 
@@ -112,47 +109,12 @@ def test_generation_settings_that_were_changed_are_those_of_the_model(furnished:
     assert json.loads((tmp_path / "target" / "generation_config.json").read_text())["max_new_tokens"] == 9
 
 
-def test_a_plain_checkpoint_runs_with_the_models_own_code(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    elsewhere = [place for place in sys.path if not (Path(place) / "transformers_modules").is_dir()]
-    monkeypatch.setattr(sys, "path", elsewhere)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
-        monkeypatch.delitem(sys.modules, name)  # which lies where another test has put it
-    with pytest.warns(UserWarning, match=r"code goes along \(configuration_own.py, layers_own.py, modeling_own.py\)"):
-        run_export(source, tmp_path / "target", PROGRAMS["plain"])
-    own = AutoModelForCausalLM.from_pretrained(tmp_path / "target", trust_remote_code=True).eval()
-    assert type(own).__name__ == "OwnForCausalLM"
-    assert torch.equal(logits_of(own), logits_of(surgeon.load(tmp_path / "target")))
+def test_the_card_says_what_stayed_behind(furnished: Path, tmp_path: Path) -> None:
+    run_export(furnished, tmp_path / "target", PROGRAMS["plain"])
     card = " ".join((tmp_path / "target" / "README.md").read_text().split())
-    assert "`configuration_own.py`, `layers_own.py`, `modeling_own.py`: the base model's own code" in card
     assert "the base model's weights: `assets/`, `notes.txt` (not known to belong to a model); `codas/`" in card
     for name in ("LICENSE", "LICENSES/Apache-2.0.txt", "NOTICE", "USE_POLICY.md", "license.txt"):
         assert f"`{name}`" in card.partition("## Licence")[2]
-
-
-def test_code_that_is_gone_is_named_no_more(source: Path, tmp_path: Path) -> None:
-    """The model's classes go together: a class of transformers does not take a configuration's class of another's."""
-    (source / "layers_own.py").unlink()
-    run_export(source, tmp_path / "target", PROGRAMS["plain"])
-    assert "auto_map" not in json.loads((tmp_path / "target" / "config.json").read_text())
-    _, left = companions_in(json.loads((tmp_path / "target" / "surgeon.json").read_text()))
-    assert left["layers_own.py"] == "code that a configuration names, and that is not there"
-    assert left["modeling_own.py"] == left["configuration_own.py"] == "code of which a part is not there"
-
-
-def test_code_in_another_repository_is_found_there(source: Path, tmp_path: Path) -> None:
-    entries = json.loads((source / "config.json").read_text())
-    entries["auto_map"] = {"AutoModel": "someone/code--modeling_far.FarModel", "AutoTokenizer": ["tokens_own.A", None]}
-    (source / "config.json").write_text(json.dumps(entries))
-    (source / "tokens_own.py").write_text("class A: ...")
-    for form, kept in (("plain", entries["auto_map"]), ("program", {"AutoTokenizer": ["tokens_own.A", None]})):
-        run_export(source, tmp_path / form, PROGRAMS[form])
-        found = json.loads((tmp_path / form / "config.json").read_text())["auto_map"]
-        assert kept.items() <= found.items()
-        assert ("modeling_far" in json.dumps(found)) == (form == "plain")
-        assert (tmp_path / form / "tokens_own.py").exists()
 
 
 def test_a_folder_of_the_hubs_cache(furnished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,16 +160,12 @@ def test_what_goes_along_may_be_a_link_to_somewhere_and_not_to_nothing(source: P
 def test_odd_names_and_odd_configurations_are_no_obstacle(source: Path, tmp_path: Path) -> None:
     (source / "LICENSE\udcff").write_text("odd")
     (source / "two\nlines`.txt").write_text("odd")
-    for odd in (3, {"AutoTokenizer": [3, None, "../evil.Class", ""]}, ["tokenization_own.OwnTokenizer", None]):
-        (source / "processor_config.json").write_text(json.dumps({"auto_map": odd}))
-        run_export(source, tmp_path / "target", PROGRAMS["plain"], overwrite=True)
     for name in ("processor_config.json", "generation_config.json"):
         (source / name).write_text("[")
-    (source / "tokenization_own.py").write_bytes(b"# \xe9\n")
-    surgeon.export(surgeon.load(source), tmp_path / "target", overwrite=True)
+    surgeon.export(surgeon.load(source), tmp_path / "target")
     assert (tmp_path / "target" / "processor_config.json").read_text() == "["
-    _, left = companions_in(json.loads((tmp_path / "target" / "surgeon.json").read_text()))
-    assert {r"LICENSE\udcff", r"two\nlines`.txt", "processing_own.py"} <= left.keys()
+    left = left_by(json.loads((tmp_path / "target" / "surgeon.json").read_text()))
+    assert {r"LICENSE\udcff", r"two\nlines`.txt"} <= left.keys()
     assert r"`two\nlines'.txt`" in (tmp_path / "target" / "README.md").read_text()
 
 
@@ -245,14 +203,11 @@ def test_many_names_are_not_all_said() -> None:
     assert left_behind({"optimizer.pt": "of training"}) == ""
 
 
-@pytest.mark.parametrize("told", [{}, {"companions": 3}, {"companions": {"model_code": 3, "left_behind": [1]}}])
+@pytest.mark.parametrize("told", [{}, {"companions": 3}, {"companions": {"left_behind": [1]}}])
 def test_of_reports_that_say_nothing_of_it_nothing_is_said(told: dict[str, Any]) -> None:
-    assert companions_in(told) == ([], {})
+    assert left_by(told) == {}
 
 
 def test_a_folder_says_the_same_of_itself(furnished: Path) -> None:
     found = companions_of(furnished, Checkpoint(furnished).file_names)
-    assert found.left == expected("plain")
-    assert found.auto_map == AUTO_MAP
-    assert found.without_model_code().left == expected("program")
-    assert set(found.model_code) == {name for name, why in expected("program").items() if why == REPLACED}
+    assert found.left == expected()

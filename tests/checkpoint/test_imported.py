@@ -138,19 +138,6 @@ def deci(folder: Path, **config: Any) -> Written:
     return folder, model, "A0 F0 F1 A2 A3 F3#20"
 
 
-def stack(folder: Path) -> Written:
-    """Layers 1 and 2 again behind themselves, as mergekit's passthrough merges have them."""
-    model = tiny_model("mistral", dropout=0.0)
-    stacked = [0, 1, 2, 1, 2, 3]
-    tensors = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("model.layers.")}
-    for place, layer in enumerate(stacked):
-        for name, tensor in model.model.layers[layer].state_dict().items():
-            tensors[f"model.layers.{place}.{name}"] = tensor.clone()
-    model.save_pretrained(folder)
-    rewrite(folder, tensors, num_hidden_layers=6)
-    return folder, model, "A0 F0 A1 F1 A2 F2 A1 F1 A2 F2 A5 F5"
-
-
 def kimi(folder: Path) -> Written:
     """DeepSeek-V3 under another name, by code that is not there."""
     model = tiny_model("deepseek_v3", dropout=0.0)
@@ -167,9 +154,9 @@ def by_layer(folder: Path) -> Written:
 
 
 STYLES: dict[str, Callable[[Path], Written]] = {
-    one.__name__: one for one in (svd_llm, asvd, palu, deci, stack, kimi, by_layer)
+    one.__name__: one for one in (svd_llm, asvd, palu, deci, kimi, by_layer)
 }
-FORMS = dict.fromkeys(("svd_llm", "asvd", "palu", "stack"), "program") | {
+FORMS = dict.fromkeys(("svd_llm", "asvd", "palu"), "program") | {
     "deci": "fused",
     "kimi": "plain",
     "by_layer": "plain",
@@ -197,21 +184,20 @@ def test_attentions_that_depend_on_the_number_of_their_layer(program: str, form:
 
 
 @torch.no_grad()
-def plainly(model: Any, program: str, style: str, ids: Tensor = IDS) -> Tensor:
+def plainly(model: Any, program: str, ids: Tensor = IDS) -> Tensor:
     """The logits of a program over a model's own layers, by plain PyTorch."""
     reference = Reference(model)
     stream = reference.embed(ids)
     order = [(name[0], int(name[1:].partition("@")[0].partition("#")[0])) for name in program.split()]
     for kind, layer in order:
-        own = min(layer, 3) if style == "stack" else layer
-        stream = stream + (reference.attention if kind == "A" else reference.feed_forward)(own, stream)
+        stream = stream + (reference.attention if kind == "A" else reference.feed_forward)(layer, stream)
     return reference.logits(stream)
 
 
 @pytest.fixture
 def written(style: str, tmp_path: Path) -> tuple[Path, str, Tensor]:
     folder, model, program = STYLES[style](tmp_path / style)
-    return folder, program, plainly(model, program, style)
+    return folder, program, plainly(model, program)
 
 
 @all_styles
@@ -264,7 +250,7 @@ def test_layers_that_are_whole_are_scanned(tmp_path: Path, tiny_text: Path) -> N
     ids = load_windows(tokenizer, str(tiny_text), 16, 64).ids
     (cell,) = found.cells.to_dict("records")  # of layer 0, the only one that is whole
     own, pruned = (
-        plainly(plain, one, "deci", ids)[:, :-1].double().log_softmax(-1) for one in (program, program[len("A0 F0 ") :])
+        plainly(plain, one, ids)[:, :-1].double().log_softmax(-1) for one in (program, program[len("A0 F0 ") :])
     )
     divergence = (own.exp() * (own - pruned)).sum(-1).mean().item()
     assert (cell["first"], cell["last"], cell["divergence"]) == (0, 0, pytest.approx(divergence, rel=1e-4))
@@ -275,21 +261,6 @@ def test_others_models_are_not_searched(style: str, tmp_path: Path) -> None:
     folder, _, program = STYLES[style](tmp_path / style)
     with pytest.raises(ValueError, match=f"search the one that it was made of .* '{program[:20]}"):
         surgeon.search(folder, tmp_path / "no text", tmp_path / "out", space="drop", trials=1)
-
-
-def test_a_stack_is_searched_and_edited_layer_by_layer(tmp_path: Path) -> None:
-    folder, _, _ = stack(tmp_path / "stack")
-    model = surgeon.open(folder)
-    assert str(model.in_turn.program) == "A0 F0 A1 F1 A2 F2 A3 F3 A4 F4 A5 F5"
-    assert surgeon.export(folder, tmp_path / "out", program="A0 F0 A3 F3 A4 F4").form == "plain"
-
-
-def test_one_tensor_of_another_layer_makes_it_another(tmp_path: Path) -> None:
-    folder, _, _ = stack(tmp_path)
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.4.mlp.down_proj.weight"][-1, -1] += 1
-    rewrite(folder, tensors)
-    assert str(surgeon.open(folder).program) == "A0 F0 A1 F1 A2 F2 A1 F1 A4 F4 A5 F5"
 
 
 def test_by_its_configuration_alone(tmp_path: Path) -> None:

@@ -8,13 +8,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from surgeon.checkpoint.tensor_file import TensorFile
+from surgeon.checkpoint.tensor_file import TensorFiles
 
 
 def test_whole_tensors_and_parts(tmp_path: Path) -> None:
     file, tensor = tmp_path / "some.safetensors", torch.arange(12.0).view(3, 4)
     save_file({"a": tensor, "b": torch.ones(2, dtype=torch.bfloat16)}, file)
-    found = TensorFile(file)
+    found = TensorFiles(file)
     assert sorted(found.names()) == ["a", "b"]
     assert "a" in found
     assert "c" not in found
@@ -26,4 +26,4 @@ def test_whole_tensors_and_parts(tmp_path: Path) -> None:
         found.tensor("c")
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ValueError, match="some.safetensors"):
-        TensorFile(file)
+        TensorFiles(file)

@@ -149,7 +149,6 @@ def test_what_is_refused_altogether(checked: Callable[..., Check]) -> None:
     assert "it has no final norm" in str(checked("opt", _remove_final_layer_norm=True, ffn_dim=48).refused)
     unknown = checked("arcee")
     assert "'arcee' is not supported" in str(unknown.refused)
-    assert unknown.described["otherwise"] == "MLP"
 
 
 def test_it_is_written_and_read_again(checked: Callable[..., Check], tmp_path: Path) -> None:
@@ -157,7 +156,6 @@ def test_it_is_written_and_read_again(checked: Callable[..., Check], tmp_path: P
     again = Check.read(tmp_path)
     assert str(again) == str(found)
     assert [one.why for one in again] == [one.why for one in found]
-    assert "heal all" in found._repr_html_()
     assert max(map(len, str(found).splitlines())) <= 80
     assert json.loads(json.dumps(found.to_json()))["answers"][0]["what"] == "CPU"
 

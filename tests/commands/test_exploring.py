@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -20,8 +19,7 @@ import surgeon
 from surgeon.commands import exploring as module
 from surgeon.commands.app import app, main
 from surgeon.commands.explore import explore
-from surgeon.commands.exploring import HERE, plan_rounds
-from surgeon.cost.hardware_file import MACHINES
+from surgeon.commands.exploring import plan_rounds
 from surgeon.findings.check import Check, Verdict
 from surgeon.findings.explore import Exploration, NextStep
 from surgeon.findings.scan import Scan
@@ -57,7 +55,7 @@ class Steps:
         answers += [Verdict("search", "pair", "yes"), Verdict("search", "drop", "yes")]
         answers += [Verdict("ranks", name, "yes") for name in ("1 rank", "2 ranks", "4 ranks")[: other.pop("able", 3)]]
         record = {"model": "a model", "data": "my text.txt", "separator": "<|end|>", "minutes": 2.5, "memory": "2GB"}
-        record |= {"hardware": ["my machine.yaml"], "done": [], "next": []}
+        record |= {"done": [], "next": []}
         record |= {"passes": ["round-2/scan", "round-2/similarity", "round-2/search"]}
         text = {"tokens": 1024, "window": 64}
         scanned: Any = SimpleNamespace(
@@ -76,11 +74,10 @@ class Steps:
             Path("out of it"),
             plan_rounds(8, 64, 1 << 20),
             record | other.pop("record", {}),
-            [],
             print,
             0.0,
         )
-        found = {"scanned": scanned, "found": searched, "here": None} | other
+        found = {"scanned": scanned, "found": searched} | other
         return [*exploring.next_steps(**found)]
 
 
@@ -91,23 +88,22 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
 
 def test_commands_are_read_as_they_are_printed(steps: Steps) -> None:
     found = steps()
-    goes_on = ["calibrate", "scan", "search", "explore"]
+    goes_on = ["scan", "search", "explore"]
     assert parse(found) == ["export", "serve", "heal", "eval", "generate", "predict", *goes_on]
     exported, served = (shlex.split(one.command) for one in found[:2])
     assert exported == ["surgeon", "export", "out of it/knee.yaml", "-o", "out of it/exported"]
     assert served == ["surgeon", "serve", "out of it/exported", "--tp", "2"]
-    assert all("--data 'my text.txt' --separator '<|end|>'" in found[place].command for place in (2, 3, 7, 8, 9))
-    assert found[6].command == "surgeon calibrate 'a model' -o 'out of it/this-machine.yaml'"
-    assert "--screen -o 'out of it/round-2/scan' --operation prune,lp" in found[7].command
-    assert "--using 'out of it/round-2/scan' --using 'out of it/round-2/similarity'" in found[8].command
-    assert "--space pair,drop:layers --budget depth=8 " in found[8].command
+    assert all("--data 'my text.txt' --separator '<|end|>'" in found[place].command for place in (2, 3, 6, 7, 8))
+    assert "--screen -o 'out of it/round-2/scan' --operation prune,lp" in found[6].command
+    assert "--using 'out of it/round-2/scan' --using 'out of it/round-2/similarity'" in found[7].command
+    assert "--space pair,drop:layers --budget depth=8 " in found[7].command
     assert "--sweep ranks=1..4,batch=1..64" in found[5].command
-    assert found[9].command.endswith("--minutes 15 --hardware 'my machine.yaml' --memory 2GB -o 'out of it'")
+    assert found[8].command.endswith("--minutes 15 --memory 2GB -o 'out of it'")
 
 
 def test_commands_are_those_that_work(steps: Steps) -> None:
-    assert parse(steps(found=None)) == ["calibrate", "scan", "explore"]
-    assert parse(steps(found=None, scanned=None, here="l4")) == ["explore"]
+    assert parse(steps(found=None)) == ["scan", "explore"]
+    assert parse(steps(found=None, scanned=None)) == ["explore"]
     assert "explore" not in parse(steps(record={"done": ["round-5/search"]}))
     steps.drafts = "no"
     assert "generate" not in parse(steps())
@@ -117,13 +113,13 @@ def test_commands_are_those_that_work(steps: Steps) -> None:
     edited = [Verdict("export", "lp", "no"), Verdict("train", "heal edited", "yes")]
     assert parse(steps(answers=edited))[0] == "eval"
     fine = steps(scan={"every": 1}, record={"data": "demo", "separator": None}, able=1)
-    assert "--operation all" in fine[7].command
+    assert "--operation all" in fine[6].command
     assert "--data demo:train --eval-data demo " in fine[2].command
     assert "--tp" not in fine[1].command + fine[4].command
-    assert "without 3 cells" not in fine[7].why
+    assert "without 3 cells" not in fine[6].why
     cut = steps(scan={"every": 1, "cells_missing": 3})
-    assert "every stretch, but for 3 cells for which there was no time" in cut[7].why
-    assert "--operation prune,lp" in cut[7].command
+    assert "every stretch, but for 3 cells for which there was no time" in cut[6].why
+    assert "--operation prune,lp" in cut[6].command
 
 
 def test_what_cannot_be_explored_is_said_at_once(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -131,8 +127,6 @@ def test_what_cannot_be_explored_is_said_at_once(tiny_checkpoint: Path, tmp_path
         explore(tiny_checkpoint, output=tmp_path / "out")
     with pytest.raises(ValueError, match="minutes must be a number above 0, not -1; an exploration takes about 10"):
         explore(tiny_checkpoint, "demo", tmp_path / "out", minutes=-1)
-    with pytest.raises(ValueError, match="there is no hardware 'h1000'"):
-        explore(tiny_checkpoint, "demo", tmp_path / "out", hardware="h1000")
     short = tmp_path / "short.txt"
     short.write_text("Too short.")
     with pytest.raises(ValueError, match=r"short.txt has \d+ tokens, and exploring takes 512 at least"):
@@ -188,11 +182,11 @@ class Passes:
         answers = [Verdict("scan", "lp", "yes"), Verdict("scan", "similarity", "yes"), Verdict("search", "pair", "yes")]
         checked = Check.of(answers, facts={"model": "tiny: four layers"})
         record = {"model": "tiny", "model_hash": opened.hash, "format": provenance("", "")["format"]}
-        record |= {"command": "surgeon explore", "data": "a.txt", "separator": None, "memory": None, "hardware": []}
+        record |= {"command": "surgeon explore", "data": "a.txt", "separator": None, "memory": None}
         rounds = plan_rounds(opened.num_layers, 64, 1 << 20)
         self.said: list[str] = []
         self.exploring = module.Exploring(
-            opened, "a.txt", checked, folder, rounds, record | {"minutes": minutes}, [], self.said.append, 0.0
+            opened, "a.txt", checked, folder, rounds, record | {"minutes": minutes}, self.said.append, 0.0
         )
         self.exploring.resume()
 
@@ -313,9 +307,7 @@ def test_the_page_has_the_scan_with_most_cells(
 @pytest.mark.thorough
 def test_the_whole_way(tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path) -> None:
     minutes, output, start = 1.5, tmp_path / "out", time.monotonic()
-    output.mkdir()
-    shutil.copy(MACHINES / "cpu-2.yaml", output / HERE)  # as if this machine had been measured
-    found = explore(tiny_checkpoint, tiny_text, output, minutes=minutes, hardware="l4")
+    found = explore(tiny_checkpoint, tiny_text, output, minutes=minutes)
     assert time.monotonic() - start <= 60 * 1.1 * minutes
     assert found.spent <= 60 * 1.1 * minutes
     assert found.scan is not None
@@ -324,7 +316,6 @@ def test_the_whole_way(tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path) -
     assert len(found.similarity.proxies) > 0
     assert found.search is not None
     assert str(read_recipe(output / "knee.yaml").program(4)) == found.search.record["best"]["program"]
-    assert [one.record["hardware"] for one in found.predictions] == ["cpu-2", "l4"]
     html = (output / "explore.html").read_text()
     assert len(found.page.chapters) == 1
     for one in found.next_steps:
@@ -332,7 +323,7 @@ def test_the_whole_way(tiny_checkpoint: Path, tiny_text: Path, tmp_path: Path) -
     assert parse(found.next_steps)[:4] == ["export", "serve", "heal", "eval"]
     for one in (found.next_steps[0], found.next_steps[3]):
         assert main(shlex.split(one.command)[1:]) == 0
-    again = explore(tiny_checkpoint, tiny_text, output, minutes=minutes, hardware="l4")
+    again = explore(tiny_checkpoint, tiny_text, output, minutes=minutes)
     assert again.search is not None
     assert len(again.search.trials) == len(found.search.trials)
     assert json.loads((output / "explore.json").read_text())["next"] == [vars(one) for one in again.next_steps]

@@ -286,8 +286,8 @@ def test_what_changes_nothing_is_said(endless: Path, capfd: pytest.CaptureFixtur
         (["--max-new-tokens", "500"], "error: prompt and output together are 5.. tokens, .* 128 positions.*"),
         (["--prompt", "fox " * 99], "error: prompt and output together are .* tokens, .* 128 positions.*"),
         (
-            ["--prompt", "fox " * 500],
-            "error: --prompt 2: the prompt has 2000 characters, .* at least .* 128 positions.*",
+            ["--prompt", "fox " * 5000],
+            "error: --prompt 2: the prompt has 20000 characters; at most .* 128 positions.*",
         ),
         (["--temperature", "-1"], "error: temperature must be at least 0, not -1.0"),
         (["--temperature", "nan"], "error: temperature must be at least 0, not nan"),

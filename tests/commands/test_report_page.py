@@ -42,7 +42,6 @@ def test_a_result_is_read_again_from_its_folder(tmp_path: Path) -> None:
     assert len(found.table()) == 20
     assert list(found.pictures()) == ["heatmaps", "heatmap-prune", "heatmap-lp", "curves-lp"]
     assert isinstance(found.plot(), Figure)
-    assert "<table" in found._repr_html_()
     with pytest.raises(ValueError, match="no picture 'heatmap' of this scan; did you mean 'heatmaps'"):
         found.plot("heatmap")
     again = tmp_path / "again"

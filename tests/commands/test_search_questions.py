@@ -195,7 +195,6 @@ def test_a_task_that_there_is_not_is_said_before_anything_is_measured(
     assert search(tiny_checkpoint, tiny_text, tmp_path / "search", *asked) == 1
     assert "nowhere.jsonl" in capsys.readouterr().err
     assert not (tmp_path / "search" / "trials.csv").exists()
-    assert not (tmp_path / "search" / "reference.safetensors").exists()
 
 
 def test_a_space_that_saves_nothing_of_what_is_looked_along(

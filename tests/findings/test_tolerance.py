@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
 import pandas as pd
 import pytest
 
 from surgeon.analysis.cells import HEATMAPS
 from surgeon.findings.scan import Scan
-from surgeon.findings.tolerance import ScanTable, best_by_depth, changed_layers, depth_saved, shown_stretch
+from surgeon.findings.tolerance import ScanTable, best_by_depth, changed_layers, depth_saved
 from surgeon.language.program import Program
 from tests.findings.run_folders import BASE, scan_cells
 
@@ -31,16 +29,6 @@ def test_depth_that_depends_on_the_family() -> None:
     assert depth_saved("prune-attention", 4, 2) == 2
     assert depth_saved("lp", 4, None) == 2
     assert depth_saved("of another version", 4, 2) is None
-
-
-def test_the_program_of_a_stretch_moved_to_its_place() -> None:
-    """As the page's script does it: every layer's number grows by the first layer's."""
-    for operation in ("merge", "repeat", "parallel", "2-parallel", "lp", "ladder", "prune-mlp"):
-        text = shown_stretch(operation, 4, 2, most=1000)
-        moved = re.sub(r"([AF])(\d+)", lambda found: f"{found[1]}{int(found[2]) + 3}", text)
-        program = HEATMAPS[operation](Program.dense(9), layers=range(3, 7))
-        before, after = Program.dense(9).nodes[:6], Program.dense(9).nodes[14:]
-        assert Program(before + Program.parse(moved).nodes + after) == program
 
 
 def scan_of(operations: tuple[str, ...], num_layers: int) -> ScanTable:

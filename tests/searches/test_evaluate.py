@@ -19,7 +19,6 @@ from surgeon.language.program import Program
 from surgeon.models.edit import edit, restore
 from surgeon.quality.data import Windows
 from surgeon.quality.head import GREEDY, SAMPLED
-from surgeon.quality.references import REFERENCE_FILE
 from surgeon.quality.summary import Quality
 from surgeon.searches import evaluate as evaluate_module
 from surgeon.searches.evaluate import Evaluator, Race
@@ -206,19 +205,6 @@ def test_a_race_against_half_a_measurement_is_refused() -> None:
     half = replace(best, windows={name: values[:2] for name, values in best.windows.items()}, whole=False)
     with pytest.raises(ValueError, match="measured on all 6 windows, not on 2"):
         measured.measure([DENSE], half)
-
-
-def test_the_original_is_run_once_for_all_who_share_a_folder(tmp_path: Path) -> None:
-    ran: list[float] = []
-    first = evaluator(folder=tmp_path, model_hash="hash").measure([PAIRED])[PAIRED]
-    assert (tmp_path / REFERENCE_FILE).is_file()
-    again = evaluator(folder=tmp_path, model_hash="hash", ran=ran.append).measure([PAIRED])[PAIRED]
-    assert again == first
-    assert sum(ran) == pytest.approx(8)  # not the original
-    with pytest.raises(ValueError, match="of another model"):
-        evaluator(folder=tmp_path, model_hash="other")
-    with pytest.raises(ValueError, match="of another text"):
-        evaluator(folder=tmp_path, model_hash="hash", text=Windows(IDS, "ids", "another"))
 
 
 def test_streams_give_the_same_quality() -> None:

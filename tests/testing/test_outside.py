@@ -27,7 +27,7 @@ from surgeon.opened import Model
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.spaces import SPACES, Space, register
 from surgeon.searches.spaces.base import Claim, claims_of_ranks, claims_of_shape
-from surgeon.testing import FamilyContract, FormContract, OperationContract, OwnSublayers, SpaceContract
+from surgeon.testing import FamilyContract, FormContract, OperationContract, SpaceContract, Sublayers
 from surgeon.testing.spaces import small_model
 from tests.tiny_models import disturb
 
@@ -316,7 +316,7 @@ def test_an_equation_needs_the_norm_that_the_attention_reads(monkeypatch: pytest
     wrong = described(attention=replace(LLAMA.attention, norm="post_attention_layernorm"))
     monkeypatch.setitem(FAMILIES, "our_llama", wrong)
     with pytest.raises(AssertionError, match="self_attn of layer 0 does not read what post_attention_layernorm gives"):
-        OwnSublayers(OurForCausalLM(OurConfig(**SMALL)), torch.tensor([[4, 5, 6]]))
+        Sublayers(OurForCausalLM(OurConfig(**SMALL)), torch.tensor([[4, 5, 6]]))
 
 
 def test_contracts_without_a_fixture_say_what_is_missing() -> None:

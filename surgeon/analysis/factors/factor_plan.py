@@ -10,7 +10,7 @@ from typing import Any
 
 from surgeon.analysis.factors.matrices import Matrix
 from surgeon.checkpoint.factor_cache import FactorCache, file_name
-from surgeon.checkpoint.header import read_header
+from surgeon.checkpoint.tensor_file import read_header
 from surgeon.language.operations.lowrank import Calibration, Method
 from surgeon.language.operations.width import CRITERIA, Criterion, chosen_by
 from surgeon.language.program import Program

@@ -31,9 +31,9 @@ from surgeon.models.weights import (
     norm_paths,
     packed,
 )
+from surgeon.models.weights.layers import StoredWeights
 from surgeon.models.weights.layout import modules_of, own_path, taken_apart
 from surgeon.models.weights.quantised import Quantised, StackedPart, chosen
-from surgeon.models.weights.units import LayerWeights
 
 # A tensor, or its rows in order, some at a time: what is computed of large tensors is never held as a whole.
 Computed = Tensor | Iterator[Tensor]
@@ -377,7 +377,7 @@ class _Outlines:
         assert rank is not None
         return Factors(like.new_empty(rank, like.shape[1]), like.new_empty(like.shape[0], rank))
 
-    def order(self, kind: str, layer: int, weights: LayerWeights) -> Tensor:
+    def order(self, kind: str, layer: int, weights: StoredWeights) -> Tensor:
         return torch.arange(weights.stored_width(kind, layer))
 
 

@@ -28,11 +28,9 @@ stock configuration, as `surgeon.checkpoint.config.read_config` does.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -94,9 +92,14 @@ class RemoteCode:
         Args:
             around: as of `auto_map`.
         """
-        module = (
-            importlib.import_module(f"{__name__}.{self.module}") if folder is None else _import(folder / self.file.name)
-        )
+        if folder is None:
+            module = importlib.import_module(f"{__name__}.{self.module}")
+        else:
+            # Under a name of its own, and without a __pycache__ beside it, which would be a part of the checkpoint.
+            module = ModuleType(f"surgeon_shipped_{self.module}")
+            sys.modules[module.__name__] = module  # transformers looks classes' modules up there
+            module.__file__ = str(folder / self.file.name)
+            exec(compile((folder / self.file.name).read_bytes(), module.__file__, "exec"), vars(module))
         loaded: type[PreTrainedModel] = getattr(module, self.class_name(model_type, around))
         return loaded
 
@@ -109,21 +112,3 @@ PROGRAM = RemoteCode(
     lambda model_type: f"Program{CONFIG_MAPPING[model_type].__name__.removesuffix('Config')}",
     prefix=PROGRAM_PREFIX,
 )
-
-
-def _import(path: Path) -> ModuleType:
-    """Import a file under a name of its own, replacing what an earlier call imported."""
-    loader = _LeavesNothing(f"surgeon_shipped_{path.stem}", str(path))
-    spec = importlib.util.spec_from_file_location(loader.name, path, loader=loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module.__name__] = module  # transformers looks classes' modules up there
-    loader.exec_module(module)
-    return module
-
-
-class _LeavesNothing(SourceFileLoader):
-    """Imports a file without a __pycache__ beside it, which would be a part of the checkpoint."""
-
-    def set_data(self, *_: Any, **__: Any) -> None:
-        """Python would write what it has compiled."""

@@ -4,10 +4,9 @@
   const tip = document.getElementById("tip");
 
   function showTip(lines, x, y) {
-    tip.replaceChildren(...lines.map(({ text, as, name }) => {
+    tip.replaceChildren(...lines.map(({ text, as }) => {
       const line = document.createElement(as || "div");
       line.textContent = text;
-      if (name) line.className = name;
       return line;
     }));
     tip.hidden = false;
@@ -21,9 +20,6 @@
   function hideTip() {
     tip.hidden = true;
   }
-
-  // A program is written for layers from 0: move it to where the stretch begins.
-  const shifted = (program, first) => program.replace(/([AF])(\d+)/g, (_, kind, layer) => kind + (Number(layer) + first));
 
   function describe(cells, index) {
     const place = cells.at[index];
@@ -45,12 +41,6 @@
     const tokens = Array.isArray(cells.tokens) ? cells.tokens[index] : cells.tokens;
     if (tokens) lines.push({ text: "on " + tokens.toLocaleString("en") + " tokens" });
     if (cells.notes) lines.push({ text: cells.notes[index] });
-    if (cells.programs) {
-      const length = Number(column) - Number(row) + 1;
-      const program = cells.programs[length - (length % cells.group)];
-      if (program) lines.push({ text: shifted(program, Number(row)), name: "program" });
-      if (program === "") lines.push({ text: "left out", name: "program" });
-    }
     return lines;
   }
 

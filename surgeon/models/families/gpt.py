@@ -1,7 +1,6 @@
 """GPT-2 and those after it: GPT-Neo, GPT-J, GPT-NeoX, Falcon."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -74,14 +73,6 @@ GPT2 = Family(
 )
 
 
-def _follow(config: Any, sources: Sequence[int]) -> dict[str, Any]:
-    return {"attention_types": [[[config.attention_layers[k]], 1] for k in sources]}
-
-
-def _gpt_neo_attention_scale(_: Any) -> float:
-    return 1.0
-
-
 GPT_NEO = Family(
     name="GPT-Neo",
     model_type="gpt_neo",
@@ -123,10 +114,10 @@ GPT_NEO = Family(
     embedding_dropout="embed_dropout",
     layer_counts=("num_hidden_layers", "num_layers", "attention_types"),
     layer_lists=("layer_types", "attention_layers"),
-    attention_scale=_gpt_neo_attention_scale,
+    attention_scale=lambda _: 1.0,
     heads_fill_stream=True,
     returns_tuple=True,
-    follow=_follow,
+    follow=lambda config, sources: {"attention_types": [[[config.attention_layers[k]], 1] for k in sources]},
 )
 
 

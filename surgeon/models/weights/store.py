@@ -6,7 +6,7 @@ A checkpoint's folder (`surgeon.checkpoint.read.Checkpoint`) is another. Shapes 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,7 @@ Tensors = dict[str, Tensor]
 class Store(Protocol):
     """Tensors by the names they are stored under."""
 
-    @property
-    def where(self) -> str:
-        """What error messages call it."""
+    where: str  # what error messages call it
 
     def names(self) -> Iterable[str]:
         """All of them."""
@@ -27,34 +25,30 @@ class Store(Protocol):
     def __contains__(self, name: str) -> bool: ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, without reading it."""
+        """The shape of a tensor, without reading it where that takes time."""
+        return tuple(self.tensor(name).shape)
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor, without reading it."""
+        """The dtype of a tensor, likewise."""
+        return self.tensor(name).dtype
 
     def tensor(self, name: str) -> Tensor:
         """One whole tensor."""
 
     def part(self, name: str, dim: int, first: int, end: int) -> Tensor:
         """Elements first..end-1 along one dimension of a tensor."""
+        return self.tensor(name).narrow(dim, first, end - first)
 
 
-class Compact(Tensor):
-    """A matrix that a module holds in another way than as its numbers."""
-
-    def numbers(self) -> Tensor:
-        """What it stands for, in memory of its own."""
-        raise NotImplementedError
-
-
-def dense(tensor: Tensor) -> Tensor:
-    """A tensor whose numbers are in memory: of a packed one these, any other as it is."""
-    if isinstance(tensor, Compact):
-        return tensor.numbers()
-    return tensor
+def dense(tensor: Any) -> Tensor:
+    """A tensor whose numbers are in memory: of a `PackedTensor` these, any other as it is."""
+    found: Tensor = tensor
+    if hasattr(tensor, "numbers"):
+        found = tensor.numbers()
+    return found
 
 
-class NamedTensors:
+class NamedTensors(Store):
     """Tensors that are given, by their names."""
 
     where = "the state dict"
@@ -68,22 +62,13 @@ class NamedTensors:
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.tensor(name).shape)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self.tensor(name).dtype
-
     def tensor(self, name: str) -> Tensor:
         if name not in self.tensors:
             raise ValueError(f"the state dict has no {name!r}, which its architecture asks for")
         return self.tensors[name]
 
-    def part(self, name: str, dim: int, first: int, end: int) -> Tensor:
-        return self.tensor(name).narrow(dim, first, end - first)
 
-
-class ModuleStore:
+class ModuleStore(Store):
     """The parameters of a module in memory, or wherever `accelerate` has put them.
 
     Args:
@@ -119,9 +104,6 @@ class ModuleStore:
         with align_module_device(owner):
             fetched: Tensor = getattr(owner, name.rpartition(".")[2]).detach().clone()
         return fetched
-
-    def part(self, name: str, dim: int, first: int, end: int) -> Tensor:
-        return self.tensor(name).narrow(dim, first, end - first)
 
     def _of(self, name: str) -> Tensor:
         parameter = self._find(name)

@@ -13,29 +13,17 @@ import torch
 from torch import Tensor
 
 from surgeon.language.sublayer import ATTENTION, KINDS, Sublayer
-from surgeon.models.families import Family
 from surgeon.models.weights.decompose import TruncatedSVD
 from surgeon.models.weights.factors import Factors, FactorSource
+from surgeon.models.weights.layers import StoredWeights
 from surgeon.models.weights.matrix import WeightMatrix
-
-
-class LayerWeights(Protocol):
-    """What `ModelWeights` tells of the layers whose units are ordered."""
-
-    family: Family
-
-    def matrix(self, sublayer: Sublayer, role: str) -> WeightMatrix:
-        """A matrix, not read yet."""
-
-    def stored_width(self, kind: str, layer: int) -> int:
-        """How many units a layer is stored with."""
 
 
 @runtime_checkable
 class UnitSource(Protocol):
     """What knows how important the KV groups and neurons of layers are."""
 
-    def order(self, kind: str, layer: int, weights: LayerWeights) -> Tensor:
+    def order(self, kind: str, layer: int, weights: StoredWeights) -> Tensor:
         """The numbers of all of a layer's KV groups, or neurons, the most important one first, (units,).
 
         Args:
@@ -50,7 +38,7 @@ class UnitSource(Protocol):
 class Magnitude:
     """Those first whose weights are largest, all of a unit's matrices together (Frobenius norm)."""
 
-    def order(self, kind: str, layer: int, weights: LayerWeights) -> Tensor:
+    def order(self, kind: str, layer: int, weights: StoredWeights) -> Tensor:
         """As `UnitSource` has it; equal ones, and those of no numbers, in the order in which they stand."""
         return descending(magnitudes(kind, layer, weights))
 
@@ -61,7 +49,7 @@ class RandomUnits:
 
     seed: int = 0
 
-    def order(self, kind: str, layer: int, weights: LayerWeights) -> Tensor:
+    def order(self, kind: str, layer: int, weights: StoredWeights) -> Tensor:
         place = 2 * layer + KINDS.index(kind)
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + place) % 2**63)
         return torch.randperm(weights.stored_width(kind, layer), generator=generator)
@@ -74,7 +62,7 @@ class Untold:
     Criteria of the weights alone mostly keep worse neurons than chance does (docs/measured-searches.md).
     """
 
-    def order(self, kind: str, layer: int, weights: LayerWeights) -> Tensor:
+    def order(self, kind: str, layer: int, weights: StoredWeights) -> Tensor:
         source = Magnitude() if kind == ATTENTION else RandomUnits()
         return source.order(kind, layer, weights)
 
@@ -85,7 +73,7 @@ class ListedUnits:
 
     listed: tuple[int, ...]
 
-    def order(self, kind: str, layer: int, weights: LayerWeights) -> Tensor:
+    def order(self, kind: str, layer: int, weights: StoredWeights) -> Tensor:
         others = Magnitude().order(kind, layer, weights)
         first = torch.tensor(self.listed)
         return torch.cat([first, others[~torch.isin(others, first)]])
@@ -103,7 +91,7 @@ class ScoredUnits:
     scores: Tensor = field(compare=False, repr=False)
     by: str
 
-    def order(self, kind: str, layer: int, weights: LayerWeights) -> Tensor:
+    def order(self, kind: str, layer: int, weights: StoredWeights) -> Tensor:
         """As `UnitSource` has it.
 
         Raises:
@@ -126,7 +114,7 @@ class UnitsByLayer:
     units: Mapping[tuple[str, int], UnitSource]
     source: FactorSource = field(default_factory=TruncatedSVD)
 
-    def order(self, kind: str, layer: int, weights: LayerWeights) -> Tensor:
+    def order(self, kind: str, layer: int, weights: StoredWeights) -> Tensor:
         """As the layer's source has it."""
         return self.units.get((kind, layer), unit_source(self.source)).order(kind, layer, weights)
 
@@ -134,17 +122,16 @@ class UnitsByLayer:
         return self.source.factors(sublayer, role, matrix)
 
 
-def magnitudes(kind: str, layer: int, weights: LayerWeights) -> Tensor:
+def magnitudes(kind: str, layer: int, weights: StoredWeights) -> Tensor:
     """The squared norm of each KV group's or neuron's weights, (units,), in float64, so that all ranks find the same.
 
     Of a KV group those are its rows of q, k and v and its columns of o; of a neuron its rows of gate and up and its
     column of down. Biases do not count. All are zero of weights that are on the meta device.
     """
-    whole = Sublayer(kind, (layer,))
     count = weights.stored_width(kind, layer)
     total = torch.zeros(count, dtype=torch.float64)
     for projection in weights.family.spec(kind, layer).projections:
-        matrix = weights.matrix(whole, projection.role).whole().detach()
+        matrix = weights.layer_matrix(layer, kind, projection, slice(None), 0).whole().detach()
         if matrix.is_meta:
             return total
         norms = torch.linalg.vector_norm(matrix, dim=int(projection.reads_stream), dtype=torch.float64)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from surgeon.checkpoint.random_weights import open_weights
-from surgeon.checkpoint.tensor_file import TensorFile
+from surgeon.checkpoint.tensor_file import TensorFiles
 from surgeon.models.weights import ModelWeights
 from surgeon.runtime.batching.request import TokenLogprob
 from surgeon.runtime.batching.sequence import Row, Wanted
@@ -250,7 +250,7 @@ class RankCoda(RankProgram):
 
     def __init__(self, plan: CodaPlan, rack: RankModel) -> None:
         super().__init__(plan.plan, rack.collectives, rack.device)
-        source = ModelWeights(TensorFile(plan.file), self.plan.family, self.plan.head_dim)
+        source = ModelWeights(TensorFiles(plan.file), self.plan.family, self.plan.head_dim)
         self.load(source)
         self.vocabulary = rack.vocabulary.with_head(source, self.plan, self.device)
         self._first_slot = len(rack.slots)

@@ -7,7 +7,7 @@ from functools import partial
 
 from surgeon.checkpoint.belongings import CODAS
 from surgeon.checkpoint.codas import INDEX, read_codas
-from surgeon.checkpoint.tensor_file import TensorFile
+from surgeon.checkpoint.tensor_file import TensorFiles
 from surgeon.language.program import Program, Step
 from surgeon.models.edit import check_layers
 from surgeon.models.families import FAMILIES, family_of
@@ -70,7 +70,7 @@ def first_rack(plan: Plan) -> tuple[int, CodaPlan]:
         )
     family = family_of(stored.config)
     file = plan.folder / CODAS / "rack-0.safetensors"
-    source = ModelWeights(TensorFile(file), family, plan.head_dim)
+    source = ModelWeights(TensorFiles(file), family, plan.head_dim)
     layers = source.count_layers() if len(program) else 0  # it may be a norm and a head only
     mixtures = Mixtures.of(partial(mixture_size, source), layers)
     by_layer = []

@@ -19,7 +19,7 @@ from math import prod
 from typing import NamedTuple
 
 from surgeon.checkpoint.random_weights import open_weights
-from surgeon.checkpoint.tensor_file import TensorFile
+from surgeon.checkpoint.tensor_file import TensorFiles
 from surgeon.language.sublayer import ATTENTION, Sublayer
 from surgeon.memory import free_bytes, show_size
 from surgeon.models.shapes import ModelShapes
@@ -184,7 +184,7 @@ def footprint(plan: Plan, source: Sizes | None = None) -> Footprint:
 
 
 def _coda_footprint(coda: CodaPlan) -> Footprint:
-    own = ModelWeights(TensorFile(coda.file), coda.plan.family, coda.plan.head_dim)
+    own = ModelWeights(TensorFiles(coda.file), coda.plan.family, coda.plan.head_dim)
     has_head = own.names.own(f"{coda.plan.family.head}.weight") in own.store
     return _program_footprint(coda.plan, own, _vocabulary_rows(coda.plan, has_head))
 

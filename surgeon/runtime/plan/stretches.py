@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from surgeon.checkpoint.codas import read_codas
 from surgeon.checkpoint.random_weights import open_weights
-from surgeon.checkpoint.tensor_file import TensorFile
+from surgeon.checkpoint.tensor_file import TensorFiles
 from surgeon.language.program import Program, Step
 from surgeon.models.weights import ModelWeights
 from surgeon.runtime.plan.codas import first_rack
@@ -60,7 +60,7 @@ def with_stretches(plan: Plan, ranks: int, drafts: bool) -> Plan:
     costs = [_numbers(plan, weights, Program((node,))) for node in program.nodes]
     costs[0] += head
     if plan.coda is not None:
-        own = ModelWeights(TensorFile(plan.coda.file), plan.coda.plan.family, plan.head_dim)
+        own = ModelWeights(TensorFiles(plan.coda.file), plan.coda.plan.family, plan.head_dim)
         costs[first - 1] += head + _numbers(plan.coda.plan, own, Program.parse(plan.coda.plan.program))
     return replace(plan, ranks=ranks, stretches=even_stretches(costs, cuts, ranks, first))
 

@@ -6,27 +6,31 @@ which teacher's they are, on which text: another's are refused. What is read is 
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from surgeon.processes.files import HALF_WRITTEN, make_folder
+from surgeon.processes.files import HALF_WRITTEN, make_folder, whole_file
 from surgeon.processes.locks import locked
 from surgeon.progress import progress
+from surgeon.provenance import FORMAT
 from surgeon.quality.head import OutputHead
-from surgeon.quality.identified import UNREADABLE, open_identified, write_identified
 from surgeon.training.logits_loss import TopLogits
 from surgeon.training.texts import TrainingText, model_inputs
 
 _FILE_BYTES = 16 << 20  # no more is lost in a kill
 _MOST_WINDOWS = 128  # in a file
 _LOCK = ".lock"
+UNREADABLE = (OSError, SafetensorError)
 _TENSORS = ("ids", "log_p", "rest")  # in a file, as `TopLogits` has them
 _NAMES = {
+    "format": "an older or a newer version's format",
     "model_hash": "another teacher",
     "dtype": "a teacher in another dtype",
     "data": "another text",
@@ -76,7 +80,7 @@ class TeacherIdentity:
 
     def metadata(self) -> dict[str, str]:
         """As a file says it."""
-        return {name: str(value) for name, value in vars(self).items()}
+        return {"format": str(FORMAT), **{name: str(value) for name, value in vars(self).items()}}
 
 
 class TeacherLogits:
@@ -159,7 +163,8 @@ def _make(
             tensors = {name: torch.cat([getattr(part, name) for part in parts]) for name in _TENSORS}
             shaped = {name: tensor.unflatten(0, (len(windows), -1)) for name, tensor in tensors.items()}
             try:
-                write_identified(_path(folder, windows), shaped, identity.metadata())
+                with whole_file(_path(folder, windows)) as beside:
+                    save_file(shaped, beside, metadata=identity.metadata())
             except UNREADABLE as error:
                 size = identity.windows * identity.window_bytes / 2**20
                 raise OSError(
@@ -189,8 +194,21 @@ def _is_whole(path: Path, identity: TeacherIdentity) -> bool:
     Raises:
         ValueError: if it is another teacher's, say.
     """
-    with open_identified(path, identity.metadata(), _NAMES, "logits", "it is made again") as file:
-        return file is not None
+    if not path.is_file():
+        return False
+    try:
+        with safe_open(path, "pt") as file:
+            found = file.metadata() or {}
+    except UNREADABLE as error:
+        warnings.warn(f"{path} is damaged ({error}); it is made again", stacklevel=2)
+        return False
+    for name, value in identity.metadata().items():
+        if found.get(name) != value:
+            raise ValueError(
+                f"{path} holds logits of {_NAMES[name]} ({name} {found.get(name)}, not {value}); use another folder, "
+                "or remove the file"
+            )
+    return True
 
 
 def _path(folder: Path, windows: range) -> Path:

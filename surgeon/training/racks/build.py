@@ -12,16 +12,16 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from surgeon.checkpoint.training import layers_by_recipe
 from surgeon.language.program import Program
 from surgeon.models.edit import edit, restore
-from surgeon.training.racks.model import RackModel
-from surgeon.training.racks.partition import Racks, layers_in
-from surgeon.training.racks.stretch import build_stretch
-from surgeon.training.racks.tensors import (
+from surgeon.training.racks.model import (
     ModelTensors,
+    RackModel,
+    build_stretch,
     config_for,
     named_layers,
     renumbered,
     tensors_of,
 )
+from surgeon.training.racks.partition import Racks, layers_in
 
 
 def rack_of(whole: PreTrainedModel, racks: Racks, index: int, seed: int | None = None) -> RackModel:

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 from surgeon.runtime.comm.link import Line, Link, SystemClock
-from surgeon.training.racks.items import ItemKey, ItemKind
 from surgeon.training.racks.rack_log import RackLog
+from surgeon.training.racks.streams import ItemKey, ItemKind
 
 # A rack waits for the one before it as long as that computes; one that ends breaks its connections at once.
 PATIENCE = timedelta(days=1)

@@ -6,25 +6,267 @@ from the racks behind it (`papers/block-wise-local-training.txt`). The last rack
 
 from __future__ import annotations
 
+import copy
 import json
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from surgeon.checkpoint.codas import Coda
-from surgeon.checkpoint.header import read_header
+from surgeon.checkpoint.tensor_file import read_header
+from surgeon.checkpoint.training import layers_by_recipe
 from surgeon.errors import first_line
-from surgeon.language.program import Program
-from surgeon.models.families import family_of
+from surgeon.exports.on_demand import build_empty
+from surgeon.exports.stock import stock_layers_of, stock_model
+from surgeon.language.program import Node, Program
+from surgeon.language.sublayer import Sublayer
+from surgeon.models.edit import edit
+from surgeon.models.edited_layers import EditedLayers, ModelMachine
+from surgeon.models.families import Family, family_of
+from surgeon.models.weights import ModelWeights, NamedTensors, make_room
 from surgeon.processes.files import whole_file
 from surgeon.training.racks.partition import Racks, layers_in
-from surgeon.training.racks.stretch import StretchLayers, build_stretch, fed, stretch_layers
-from surgeon.training.racks.tensors import ModelTensors, config_for, named_layers, renumbered, tensors_by
+
+
+class StretchLayers(EditedLayers):
+    """Edited layers whose stream may be replaced at the start, and is looked at on its way.
+
+    Attributes:
+        embeds: whether the stream begins here, with the embedded tokens.
+        watched: after how many nodes the stream is looked at; None for all.
+        apart: whether what comes after the watched nodes has no gradient for what comes before.
+        incoming: the stream of the next pass, (batch, tokens, hidden); None where it begins here.
+        outgoing: the stream of the last pass after the watched nodes, without a gradient.
+    """
+
+    embeds = True
+    watched: int | None = None
+    apart = False
+    incoming: Tensor | None = None
+    outgoing: Tensor | None = None
+
+    def run(self, stream: Tensor, arguments: list[dict[str, Any]]) -> Tensor:
+        if self.incoming is not None:
+            if self.incoming.shape != stream.shape:
+                raise ValueError(
+                    f"the stream that comes in is {tuple(self.incoming.shape)}, and the tokens make it "
+                    f"{tuple(stream.shape)}: windows, tokens, width"
+                )
+            stream = self.incoming.to(stream.device)
+        elif not self.embeds:
+            raise ValueError("this stretch of a model needs the stream of the one before it")
+        machine = ModelMachine(self, arguments)
+        nodes = self.program.nodes
+        middle = self.through(nodes[: self.watched], stream, machine)
+        self.outgoing = middle.detach()
+        behind = () if self.watched is None else nodes[self.watched :]
+        stream = self.outgoing if self.apart else middle
+        if behind:
+            return self.through(behind, stream, machine)
+        return stream
+
+
+class SilentEmbedding(nn.Module):
+    """Stands for an embedding, of tokens or positions, that a stretch further on does not have: it gives zeros."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.zeros: Tensor
+        self.register_buffer("zeros", torch.zeros(width, dtype=dtype), persistent=False)
+
+    def forward(self, ids: Tensor, *_: Any, **__: Any) -> Tensor:
+        """(batch, tokens, width) for (batch, tokens)."""
+        return self.zeros.repeat(*ids.shape, 1)
+
+
+def build_stretch(
+    config: Any, program: Program, tensors: Mapping[str, Tensor], embeds: bool, watched: int | None = None
+) -> PreTrainedModel:
+    """A model of these tensors, which it takes as they are, without a copy.
+
+    Args:
+        config: of the stock model with as many layers as there are tensors of.
+        program: over these layers.
+        tensors: by the parameters' names; those of the embeddings only if the stream begins here.
+        watched: as `StretchLayers` has it.
+
+    Raises:
+        ValueError: if a tensor is missing, of another shape, or none of the model's.
+    """
+    family = family_of(config)
+    weights = ModelWeights(NamedTensors(dict(tensors)), family, family.head_dim(config))
+    model = build_empty(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+    if any(name.startswith(f"{family.layers}.") for name in tensors):
+        make_room(model, weights, program)
+    if not embeds:
+        _silence(model, family, tensors)
+    _fill(model, tensors, family)
+    edit(model, program, StretchLayers)
+    layers = stretch_layers(model)
+    layers.embeds = embeds
+    layers.watched = watched
+    return model
+
+
+def _silence(model: PreTrainedModel, family: Family, tensors: Mapping[str, Tensor]) -> None:
+    """Put stand-ins in the place of the embeddings."""
+    dtype = next(iter(tensors.values())).dtype
+    for path in filter(None, (family.embedding, family.position_embedding)):
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, SilentEmbedding(int(model.config.hidden_size), dtype))
+
+
+def _fill(model: PreTrainedModel, tensors: Mapping[str, Tensor], family: Family) -> None:
+    places = dict(model.named_parameters())
+    for name, tensor in tensors.items():
+        if name not in places or places[name].shape != tensor.shape:
+            if name in places:
+                what = f"of shape {tuple(places[name].shape)}"
+            else:
+                what = "in a model of its configuration"
+            raise ValueError(f"there is no tensor {name} {what}; found one of shape {tuple(tensor.shape)}")
+    model.load_state_dict(dict(tensors), strict=False, assign=True)
+    model.tie_weights()
+    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if missing:
+        known = (family.layers, family.embedding, family.position_embedding, family.final_norm, family.head)
+        if any(missing[0].startswith(f"{path}.") for path in known):
+            raise ValueError(f"the tensor {missing[0]} is missing")
+        raise ValueError(
+            f"{missing[0]} lies outside the layers, the embeddings, the final norm and the head; a model with such a "
+            "tensor cannot be cut by depth"
+        )
+
+
+def stretch_layers(model: nn.Module) -> StretchLayers:
+    """The layers of a stretch, whatever is wrapped around its model."""
+    found = next((module for module in model.modules() if isinstance(module, StretchLayers)), None)
+    assert found is not None
+    return found
+
+
+@contextmanager
+def fed(model: nn.Module, stream: Tensor | None) -> Iterator[StretchLayers]:
+    """A stretch whose passes take this stream, (batch, tokens, hidden), while inside; None for the embedded tokens."""
+    layers = stretch_layers(model)
+    layers.incoming = stream
+    try:
+        yield layers
+    finally:
+        layers.incoming = layers.outgoing = None
+
+
+@dataclass(frozen=True)
+class ModelTensors:
+    """The numbers of a model, shared with it.
+
+    Attributes:
+        config: of a stock model with these layers.
+        program: over them.
+        layers: the tensors of each, by their names in the layer.
+        others: those outside the layers, by their names in the model; of tied ones both.
+    """
+
+    config: Any
+    program: Program
+    layers: list[dict[str, Tensor]]
+    others: dict[str, Tensor]
+
+    @property
+    def family(self) -> Family:
+        """The model's architecture."""
+        return family_of(self.config)
+
+    def outside(self, *paths: str | None) -> dict[str, Tensor]:
+        """The tensors of modules outside the layers."""
+        return {
+            name: tensor
+            for name, tensor in self.others.items()
+            if any(path is not None and name.startswith(f"{path}.") for path in paths)
+        }
+
+    def named(self) -> dict[str, Tensor]:
+        """All of them by their names in the model."""
+        return self.others | named_layers(self.family, self.layers)
+
+
+def tensors_of(model: PreTrainedModel) -> ModelTensors:
+    """The tensors of a model; averages and slices that its program has are layers behind its own.
+
+    Raises:
+        ValueError: if a layer holds what its architecture does not have.
+    """
+    stock = stock_layers_of(model)
+    prefix = f"{family_of(model.config).layers}."
+    with stock_model(model, stock):
+        config = copy.deepcopy(model.config)
+    named = model.named_parameters(remove_duplicate=False)
+    others = {name: one.detach() for name, one in named if not name.startswith(prefix)}
+    return ModelTensors(config, stock.program, list(map(_tensors_in, stock.layers)), others)
+
+
+def tensors_by(model: PreTrainedModel, program: Program) -> ModelTensors:
+    """The same under the numbers of the program that the model was edited with, where slices are of its own layers.
+
+    Args:
+        program: over whole layers and slices of them.
+    """
+    found = tensors_of(model)
+    layers = found.layers[: 1 + max(layer for one in program.sublayers() for layer in one.layers)]
+    for (kind, place), (layer,) in layers_by_recipe(program, found.program).items():
+        if place != layer:
+            spec = found.family.spec(kind, layer)
+            paths = tuple(f"{path}." for path in spec.called)
+            moved = {name: tensor for name, tensor in found.layers[place].items() if name.startswith(paths)}
+            layers[layer] = layers[layer] | moved
+    config = config_for(found.config, range(len(layers)), bool(found.config.tie_word_embeddings))
+    return ModelTensors(config, program, layers, found.others)
+
+
+def _tensors_in(layer: nn.Module) -> dict[str, Tensor]:
+    return {name: one.detach() for name, one in layer.named_parameters(remove_duplicate=False)}
+
+
+def named_layers(family: Family, layers: Iterable[Mapping[str, Tensor]], first: int = 0) -> dict[str, Tensor]:
+    """The tensors of layers by their names in the model, the first of them being that of this number."""
+    return {
+        f"{family.layers}.{first + index}.{name}": tensor
+        for index, layer in enumerate(layers)
+        for name, tensor in layer.items()
+    }
+
+
+def renumbered(nodes: Sequence[Node], first: int = 0) -> Program:
+    """Nodes over their own layers alone, which are numbered in order from `first` on."""
+    numbers = {layer: first + index for index, layer in enumerate(layers_in(nodes))}
+
+    def rename(sublayer: Sublayer) -> Sublayer:
+        return replace(sublayer, layers=tuple(numbers[layer] for layer in sublayer.layers))
+
+    return Program(tuple(nodes)).renamed(rename)
+
+
+def config_for(config: Any, sources: Sequence[int], tied: bool) -> Any:
+    """A stock configuration of some of a model's layers.
+
+    Args:
+        sources: which of the layers that `config` describes, in their order.
+        tied: whether the head is the embedding.
+    """
+    made = copy.deepcopy(config)
+    entries = family_of(config).per_layer_entries(config, sources)
+    for name, value in {**entries, "num_hidden_layers": len(sources), "tie_word_embeddings": tied}.items():
+        setattr(made, name, value)
+    return made
+
 
 _KEY = "surgeon_rack"  # in the file's metadata
 

@@ -22,36 +22,200 @@ folder RUN.
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from accelerate import PartialState
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch does export it
+from torch import Tensor, nn
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch does export it
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from surgeon.errors import Diverged, first_line
 from surgeon.processes.children import when_parent_ends
 from surgeon.processes.files import write_json
-from surgeon.processes.sockets import interface_variables
+from surgeon.processes.rendezvous import connect_store, key_prefix, serve_store
+from surgeon.processes.sockets import interface_of, interface_variables
+from surgeon.processes.torchrun import TorchrunEnvironment
 from surgeon.training.arguments import share_of_batch
-from surgeon.training.checkpoints import beside_others
+from surgeon.training.checkpoints import beside_others, checkpoints_of, fault_of, remove_checkpoint
 from surgeon.training.held_out import HeldOutQuality
-from surgeon.training.racks.averaging import CodaAveraging, parse_averaging
 from surgeon.training.racks.exchange import PATIENCE, RackExchange
-from surgeon.training.racks.meeting import Address, agree, interface_to, open_store
 from surgeon.training.racks.model import RackModel, open_rack
-from surgeon.training.racks.pace import PacedLoss
-from surgeon.training.racks.rack_log import RackLog
-from surgeon.training.racks.run_files import PROCESS_FILE, RacksPlan, rack_folder, read_texts, start_file, teacher_file
+from surgeon.training.racks.rack_log import PacedLoss, RackLog
+from surgeon.training.racks.run_files import (
+    PROCESS_FILE,
+    RESULT_FILE,
+    RacksPlan,
+    parse_averaging,
+    rack_folder,
+    read_texts,
+    start_file,
+    teacher_file,
+)
 from surgeon.training.racks.streams import RackStreams
 from surgeon.training.racks.task import rack_task
 from surgeon.training.racks.trained import train_rack
 from surgeon.training.run import TrainingTask
+from surgeon.training.sharding import set_whole, whole_of
+
+FAILED = 1  # exit statuses
+DIVERGED = 4
+Address = tuple[str, int]
+
+
+def open_store(meet: Address, index: int, is_held: bool, away: float) -> Store:
+    """The store in which racks find each other, at an address of rack 0's machine.
+
+    Args:
+        index: of the rack whose process this is: the first one's holds the store.
+        is_held: whether another process holds it already.
+        away: seconds that the other racks are waited for.
+
+    Raises:
+        OSError: if the port is taken, or nobody holds the store in time.
+    """
+    host, port = meet
+    place = TorchrunEnvironment(index, index + 1, 0, 1, host, port, patience=away)
+    if index == 0 and not is_held:
+        try:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            listening = socket.create_server((host, port), family=family)
+        except OSError as error:
+            raise OSError(
+                f"rack 0 cannot listen at {host}:{port} ({error.strerror or error}); give another --meet to all racks, "
+                "or end what listens there"
+            ) from None
+        return PrefixStore(key_prefix(place), serve_store(listening, timedelta(seconds=away)))
+    try:
+        return connect_store(place)
+    except TimeoutError:
+        raise OSError(
+            f"rack 0 has not come to {host}:{port} within {away:g} s; start it, then the same command goes on"
+        ) from None
+
+
+def interface_to(meet: Address) -> str | None:
+    """The network interface by which this machine reaches an address, such as eth0; None if that cannot be told.
+
+    Raises:
+        OSError: if the address is no machine's.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(*meet, type=socket.SOCK_DGRAM)[0]
+    except socket.gaierror as error:
+        raise OSError(
+            f"{meet[0]} cannot be found from here ({error.strerror}); --meet names rack 0's machine"
+        ) from None
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing
+        return interface_of(probe.getsockname()[0])
+
+
+def agree(store: Store, run: Path, index: int, racks: int, first: bool, away: float) -> bool:
+    """Have all racks go on from the newest checkpoint that every one of them has; later ones are removed.
+
+    A rack that is done begins there again, too, if another one is not: the other one needs its streams.
+
+    Args:
+        first: whether this is the first of the rack's processes, which answers for all of them.
+        away: seconds that the others are waited for.
+
+    Returns:
+        Whether all racks are done.
+
+    Raises:
+        OSError: if a rack does not come in time.
+    """
+    folder = rack_folder(run, index)
+    if first:
+        done = (folder / RESULT_FILE).is_file()
+        store.set(f"checkpoints of {index}", json.dumps([done, whole_checkpoints(folder)]))
+    said = [json.loads(_read(store, f"checkpoints of {rack}", rack, away)) for rack in range(racks)]
+    all_done = all(done for done, _ in said)
+    if first:
+        if not all_done:
+            (folder / RESULT_FILE).unlink(missing_ok=True)
+            common = newest_common([steps for _, steps in said])
+            for step, path in checkpoints_of(folder).items() if folder.is_dir() else ():
+                if step > common:
+                    remove_checkpoint(path)
+        store.set(f"{index} is ready", "")
+    _read(store, f"{index} is ready", index, away)
+    return all_done
+
+
+def _read(store: Store, key: str, rack: int, away: float) -> bytes:
+    try:
+        return bytes(store.get(key))
+    except RuntimeError:
+        raise OSError(f"rack {rack} has not come within {away:g} s; start it, then the same command goes on") from None
+
+
+def common_step(folders: Sequence[Path]) -> int:
+    """The last step that all of these racks have a whole checkpoint of; 0, the beginning, where there is none."""
+    return newest_common([whole_checkpoints(folder) for folder in folders])
+
+
+def whole_checkpoints(folder: Path) -> list[int]:
+    """The steps of a run's checkpoints that are whole."""
+    if not folder.is_dir():
+        return []
+    return [step for step, path in checkpoints_of(folder).items() if fault_of(path) is None]
+
+
+def newest_common(steps: Sequence[Sequence[int]]) -> int:
+    """The last step that all have a checkpoint of; 0, the beginning, where there is none."""
+    return max(set.intersection(*map(set, steps)), default=0)
+
+
+def mean_of(codas: list[Tensor]) -> Tensor:
+    """The mean of the racks' codas, (numbers,) each: summed in the order of the racks, so that all find the same."""
+    total = codas[0].clone()
+    for coda in codas[1:]:
+        total += coda
+    return total / len(codas)
+
+
+class CodaAveraging(TrainerCallback):
+    """Sets a rack's coda to the mean of all racks' codas, where it waits for the slowest.
+
+    The last rack's coda, the model's own end, takes part like any other. Each rack's optimiser keeps its own state.
+
+    Args:
+        parameters: gives those of this rack's coda, by names that are the same in all racks; where the rack's processes
+            share them out, they are others from the first step on.
+        every: steps.
+        exchange: with the other racks.
+    """
+
+    def __init__(
+        self, parameters: Callable[[], Mapping[str, nn.Parameter]], every: int, exchange: RackExchange
+    ) -> None:
+        self.parameters = parameters
+        self.every = every
+        self.exchange = exchange
+
+    @torch.no_grad()
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Before anything is measured or kept after this step."""
+        del args, control, kwargs
+        if state.global_step % self.every:
+            return
+        coda = [one for _, one in sorted(self.parameters().items())]
+        own = torch.cat([whole_of(one).flatten().cpu() for one in coda])
+        mean = mean_of(self.exchange.gather(state.global_step, own))
+        begin = 0
+        for one in coda:
+            set_whole(one, mean[begin : begin + one.numel()].view(one.shape))
+            begin += one.numel()
 
 
 class RackKeeper(TrainerCallback):
@@ -75,9 +239,6 @@ class RackKeeper(TrainerCallback):
         """There is another checkpoint."""
         self.exchange.checkpoint_saved()
         self.log.write()
-
-
-FAILED, DIVERGED = 1, 4  # exit statuses
 
 
 def run_rack(run: Path, index: int, meet: Address, is_held: bool = False) -> None:

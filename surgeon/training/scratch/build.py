@@ -23,9 +23,9 @@ from surgeon.models.recipe_program import recipe_program
 from surgeon.quality.tokens import tokenizer_digest
 from surgeon.training.packing import documents_of
 from surgeon.training.racks.build import require_known
+from surgeon.training.racks.model import tensors_of
 from surgeon.training.racks.partition import Racks
-from surgeon.training.racks.subject import check_settings
-from surgeon.training.racks.tensors import tensors_of
+from surgeon.training.racks.run_files import check_settings
 from surgeon.training.scope import with_chosen
 from surgeon.training.scratch.config import ScratchConfig
 from surgeon.training.scratch.tracks import narrow

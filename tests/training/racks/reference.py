@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from surgeon.training.head_loss import text_loss
-from surgeon.training.racks.model import RackModel
-from surgeon.training.racks.stretch import fed
+from surgeon.training.racks.model import RackModel, fed
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import RunOrder
 

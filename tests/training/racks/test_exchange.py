@@ -17,8 +17,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from surgeon.runtime.comm.link import Link
 from surgeon.training.racks.exchange import RackExchange
-from surgeon.training.racks.items import ItemKey, ItemKind
 from surgeon.training.racks.rack_log import RackLog
+from surgeon.training.racks.streams import ItemKey, ItemKind
 
 
 def together(racks: int, work: Callable[[int], Any]) -> list[Any]:

@@ -14,9 +14,8 @@ from transformers import PreTrainedModel
 from surgeon.language.program import Program
 from surgeon.models.edit import edit, program_of
 from surgeon.training.racks.build import assemble, rack_of
-from surgeon.training.racks.model import RackModel, open_rack, save_rack
+from surgeon.training.racks.model import RackModel, SilentEmbedding, open_rack, save_rack
 from surgeon.training.racks.partition import Racks
-from surgeon.training.racks.stretch import SilentEmbedding
 from tests.tiny_models import DENSE_FAMILIES, tiny_model
 
 FAMILIES = sorted(DENSE_FAMILIES)

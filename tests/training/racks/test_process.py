@@ -17,14 +17,11 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from surgeon.runtime.comm.link import Link
 from surgeon.training.checkpoints import write_manifest
-from surgeon.training.racks.in_turn import train_in_turn
-from surgeon.training.racks.meeting import agree
-from surgeon.training.racks.pace import RackPace
-from surgeon.training.racks.preparing import prepare
-from surgeon.training.racks.process import main
-from surgeon.training.racks.run_files import ProcessOptions, RacksPlan, read_texts
-from surgeon.training.racks.subject import RacksToTrain
-from surgeon.training.racks.trained import gather
+from surgeon.training.racks.process import agree, main
+from surgeon.training.racks.rack_log import RackPace
+from surgeon.training.racks.run_files import ProcessOptions, RacksPlan, RacksToTrain, read_texts
+from surgeon.training.racks.supervisor import prepare
+from surgeon.training.racks.trained import gather, train_in_turn
 from surgeon.training.settings import TrainSettings
 from tests import warm
 from tests.processes.test_torchrun import free_port

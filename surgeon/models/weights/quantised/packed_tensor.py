@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from surgeon.models.weights.quantised.matrix import Quantised, Scheme
-from surgeon.models.weights.store import Compact, Tensors
+from surgeon.models.weights.store import Tensors
 
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default)
 _TURNED = (torch.ops.aten.t.default, torch.ops.aten.transpose.int)
 
 
-class PackedTensor(Compact):
+class PackedTensor(Tensor):
     """A quantised matrix in the memory of what is stored: any operation on it is one on its numbers, made anew for it.
 
     Autograd keeps it for a backward pass as it is, and its numbers are made again there, so that a base that is not

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from surgeon.training.racks.items import ItemKey, ItemKind
-from surgeon.training.racks.pace import PacedLoss, RackPace
-from surgeon.training.racks.rack_log import RackLog
+from surgeon.training.racks.rack_log import PacedLoss, RackLog, RackPace
+from surgeon.training.racks.streams import ItemKey, ItemKind
 from tests.clock import HandClock
 
 
@@ -42,8 +41,7 @@ def test_a_micro_batch_takes_as_long_as_asked(
     pace: RackPace, waits: float, computes: float, takes: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = HandClock()
-    for module in ("pace", "rack_log"):
-        monkeypatch.setattr(f"surgeon.training.racks.{module}.time", clock)
+    monkeypatch.setattr("surgeon.training.racks.rack_log.time", clock)
     log, model = RackLog(), nn.Linear(2, 1)
     paced = PacedLoss(Slow(log, clock, waits, computes), pace, log)
     begun = clock.now()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import TrainerState
 
-from surgeon.training.racks.averaging import CodaAveraging, mean_of, parse_averaging
+from surgeon.training.racks.process import CodaAveraging, mean_of, parse_averaging
 from tests.selection import case
 from tests.training.racks.local_run import SETTINGS, TWO, in_processes, in_step, require_close
 from tests.training.racks.test_exchange import connected

@@ -14,15 +14,13 @@ from torch.nn import functional
 from surgeon.models.edit import edit, program_of
 from surgeon.training.distill.distiller import Distillation
 from surgeon.training.racks.build import rack_of
-from surgeon.training.racks.distilled import DistilledRackLoss, teacher_of
-from surgeon.training.racks.in_turn import train_in_turn
-from surgeon.training.racks.items import ItemKey
 from surgeon.training.racks.model import RackModel
 from surgeon.training.racks.partition import Racks
-from surgeon.training.racks.run_files import ProcessOptions
-from surgeon.training.racks.streams import RackStreams
-from surgeon.training.racks.subject import RacksToTrain
+from surgeon.training.racks.run_files import ProcessOptions, RacksToTrain
+from surgeon.training.racks.streams import ItemKey, RackStreams
 from surgeon.training.racks.supervisor import train_in_processes
+from surgeon.training.racks.task import DistilledRackLoss, teacher_of
+from surgeon.training.racks.trained import train_in_turn
 from tests.tiny_models import tiny_model
 from tests.training.racks.local_run import SETTINGS, TEXTS, weights
 

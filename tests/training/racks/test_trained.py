@@ -16,15 +16,12 @@ from surgeon.models.edit import edit, program_of
 from surgeon.quality.text import logits_of, text_quality
 from surgeon.training.distill.distiller import Distillation
 from surgeon.training.racks.build import rack_of
-from surgeon.training.racks.in_turn import train_in_turn
-from surgeon.training.racks.items import ItemKey, ItemKind
 from surgeon.training.racks.model import open_rack, save_rack
 from surgeon.training.racks.partition import Racks
-from surgeon.training.racks.run_files import rack_folder
-from surgeon.training.racks.streams import KeptStreams, RackStreams
-from surgeon.training.racks.subject import RacksToTrain
+from surgeon.training.racks.run_files import RacksToTrain, rack_folder
+from surgeon.training.racks.streams import ItemKey, ItemKind, KeptStreams, RackStreams
 from surgeon.training.racks.task import RackLoss
-from surgeon.training.racks.trained import RacksTrained
+from surgeon.training.racks.trained import RacksTrained, train_in_turn
 from surgeon.training.run import train
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainingText, TrainTexts
