@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -203,6 +204,14 @@ def _llama4_variant(family: Family, config: Any) -> Family:
     return replace(family, layer_specs=tuple(("F", layer, _DENSE) for layer in dense))
 
 
+def _llama4_head_norms(config: Any) -> bool:
+    return bool(config.use_qk_norm)
+
+
+def _llama4_mixtures(config: Any, sources: Sequence[int]) -> dict[str, Any]:
+    return {"moe_layers": [place for place, source in enumerate(sources) if source in config.moe_layers]}
+
+
 def _llama4_routing(config: Any) -> Routing:
     return Routing(int(config.num_experts_per_tok), "sigmoid")
 
@@ -257,10 +266,8 @@ LLAMA4 = replace(
     chunked=True,
     query_growth=_query_growth,
     grows_unturned=True,
-    plain_head_norms=lambda config: bool(config.use_qk_norm),
+    plain_head_norms=_llama4_head_norms,
     variant=_llama4_variant,
-    follow_mlp=lambda config, sources: {
-        "moe_layers": [place for place, source in enumerate(sources) if source in config.moe_layers]
-    },
+    follow_mlp=_llama4_mixtures,
     unsupported=_llama4_unsupported,
 )
