@@ -117,16 +117,17 @@ class TimedEngine(RankEngine):
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
         began = self._since or now()
         self.recorder.figures = figures = self.figures
-        before = {
-            phase is figures.decode: (phase.layers.copy(), phase.vocabulary.copy())
-            for phase in (figures.prefill, figures.decode)
-        }
+        phase = self._phase(rows)
+        before = (phase.layers, phase.vocabulary)
+        phase.layers = Counts()
+        phase.vocabulary = Counts()
         with in_profile(PASS, self.recorder.profiled):
             results = super().step(rows, cache)
-        phase = self.model.counts
-        decode = phase is figures.decode
-        sent = [after - then for after, then in zip((phase.layers, phase.vocabulary), before[decode], strict=True)]
-        self.recorder.close(decode, sum(len(row.tokens) for row in rows), began, self._since or now(), sent)
+        sent = (phase.layers, phase.vocabulary)
+        phase.layers = before[0] + sent[0]
+        phase.vocabulary = before[1] + sent[1]
+        tokens = sum(len(row.tokens) for row in rows)
+        self.recorder.close(phase is figures.decode, tokens, began, self._since or now(), sent)
         return results
 
 

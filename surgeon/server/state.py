@@ -44,8 +44,6 @@ _COUNTERS = {
     "preempted": "How often a running request was put back into the queue.",
     "passes": "Forward passes.",
     "drafting_passes": "Of these, passes that drafted tokens.",
-    "halved_passes": "Of these, passes in two halves, one computed while the other's reductions are on their way.",
-    "collective_bytes": "Bytes of the operands of collectives on rank 0.",
 }
 
 
@@ -65,12 +63,7 @@ class _ServiceCollector(Collector):
             "surgeon_up", "1 while the ranks run, 0 when one has failed.", value=self.service.failure is None
         )
         for name, text in _COUNTERS.items():
-            value = stats.bytes if name == "collective_bytes" else getattr(stats, name)
-            yield CounterMetricFamily(f"surgeon_{name}", text, value=value)
-        family = CounterMetricFamily("surgeon_collectives", "Collectives that rank 0 has started.", labels=["kind"])
-        family.add_metric(["all_reduce"], stats.all_reduces)
-        family.add_metric(["all_gather"], stats.all_gathers)
-        yield family
+            yield CounterMetricFamily(f"surgeon_{name}", text, value=getattr(stats, name))
 
 
 class Meters:

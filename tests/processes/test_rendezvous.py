@@ -193,7 +193,7 @@ def test_strangers_are_not_listened_to(torchrun: TorchrunEnvironment) -> None:
         guess.connect("commands")
     assert not Loaded.seen
     join(other(torchrun))
-    assert [each.hello.rank for each in waiting.outcome()] == [1]
+    assert [each["commands"].hello.rank for each in waiting.outcome()] == [1]
 
 
 def test_ranks_know_that_it_is_rank_0(torchrun: TorchrunEnvironment) -> None:

@@ -199,8 +199,10 @@ def test_statistics(folder: Path, prompt: list[int]) -> None:
         assert (stats.prompt_tokens, stats.cached_tokens, stats.new_tokens) == (2 * len(long), shared, 2 * len(tokens))
         assert (stats.running, stats.waiting, stats.finished, stats.free_blocks) == (0, 0, 2, 20)
         assert stats.passes == 2 * NEW
-        assert stats.all_reduces == stats.passes * (8 + 1)  # of the four layers, and of the embedding
         figures = service.figures()
+        counts = [count for each in (figures[0].prefill, figures[0].decode) for count in (each.layers, each.vocabulary)]
+        sums = sum(count.all_reduces for count in counts)
+        assert sums == stats.passes * (8 + 1)  # of the four layers, and of the embedding
         assert [each.prefill.passes + each.decode.passes for each in figures] == [stats.passes] * 2
         assert figures[0].decode.tokens == 2 * (NEW - 1)
         assert figures[0].prefill.tokens == 2 * len(long) - shared

@@ -358,9 +358,6 @@ def test_metrics_count(server: Server, tokenizer: Any) -> None:
     assert grown["surgeon_new_tokens_total"] == 10
     assert grown["surgeon_prompt_tokens_total"] == len(tokenizer(PROMPT).input_ids)
     assert grown["surgeon_passes_total"] == 10
-    # Four layers of attention and feed-forward, and the embedding, in every pass.
-    assert grown['surgeon_collectives_total{kind="all_reduce"}'] >= 10 * 8
-    assert grown["surgeon_collective_bytes_total"] > 0
     for name in ("queue", "time_to_first_token", "time_per_output_token"):
         assert grown[f"surgeon_{name}_seconds_count"] == 1
     assert after["surgeon_used_blocks"] == 0

@@ -131,9 +131,6 @@ def test_a_link_and_compression(chat_model: Path) -> None:
         answer = server.post("/v1/completions", prompt="The quick", max_tokens=5, temperature=0, ignore_eos=True)
         assert time.monotonic() - began > 5 * 10 * 0.010  # five passes of eight steps, the embedding and the head
         assert answer.json()["usage"]["completion_tokens"] == 5
-        found = server.metrics()
-    assert found['surgeon_collectives_total{kind="all_gather"}'] == 5 * (8 + 1)
-    assert found['surgeon_collectives_total{kind="all_reduce"}'] == 5
 
 
 def test_what_ranks_cannot_run(chat_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

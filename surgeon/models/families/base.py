@@ -51,6 +51,15 @@ def _none(_: Any) -> None:
     return None
 
 
+# No lambdas here: plans go to ranks with the families of fused checkpoints, and are pickled.
+def _never(_: Any) -> bool:
+    return False
+
+
+def _itself(family: Family, _: Any) -> Family:
+    return family
+
+
 @dataclass(frozen=True)
 class Family:
     """One architecture.
@@ -177,13 +186,13 @@ class Family:
     bound: Callable[[Any], float | None] = _none
     query_growth: Callable[[Any], Growth | None] = _none
     grows_unturned: bool = False
-    plain_head_norms: Callable[[Any], bool] = lambda _: False
+    plain_head_norms: Callable[[Any], bool] = _never
     output_scale: Scale = _none
     logit_scale: Scale = _none
     head_norm_turns: bool = False
     arguments: tuple[str, ...] = ()
     returns_tuple: bool = False
-    variant: Callable[[Family, Any], Family] = lambda family, _: family
+    variant: Callable[[Family, Any], Family] = _itself
     follow: Callable[[Any, Sequence[int]], dict[str, Any]] = _nothing_else
     follow_mlp: Callable[[Any, Sequence[int]], dict[str, Any]] = _nothing_else
     follow_width: Callable[[Any, int], dict[str, Any]] = _nothing_else

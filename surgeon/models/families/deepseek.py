@@ -83,12 +83,16 @@ def _follow_mlp(config: Any, sources: Sequence[int]) -> dict[str, Any]:
     return {"first_k_dense_replace": sum(dense)}
 
 
+def _shared_neurons(config: Any) -> int:
+    return int(config.moe_intermediate_size * config.n_shared_experts)
+
+
 _ROUTED = replace(
     ROUTED,
     count="n_routed_experts",
     routing=_routing,
     correction="mlp.gate.e_score_correction_bias",
-    shared=lambda config: int(config.moe_intermediate_size * config.n_shared_experts),
+    shared=_shared_neurons,
 )
 _MIXTURE = replace(
     MIXTURE,

@@ -1,6 +1,7 @@
 """GPT-2 and those after it: GPT-Neo, GPT-J, GPT-NeoX, Falcon."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -73,6 +74,14 @@ GPT2 = Family(
 )
 
 
+def _unscaled(_: Any) -> float:
+    return 1.0
+
+
+def _attention_types(config: Any, sources: Sequence[int]) -> dict[str, Any]:
+    return {"attention_types": [[[config.attention_layers[k]], 1] for k in sources]}
+
+
 GPT_NEO = Family(
     name="GPT-Neo",
     model_type="gpt_neo",
@@ -114,10 +123,10 @@ GPT_NEO = Family(
     embedding_dropout="embed_dropout",
     layer_counts=("num_hidden_layers", "num_layers", "attention_types"),
     layer_lists=("layer_types", "attention_layers"),
-    attention_scale=lambda _: 1.0,
+    attention_scale=_unscaled,
     heads_fill_stream=True,
     returns_tuple=True,
-    follow=lambda config, sources: {"attention_types": [[[config.attention_layers[k]], 1] for k in sources]},
+    follow=_attention_types,
 )
 
 

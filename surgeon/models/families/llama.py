@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -71,6 +72,10 @@ SMOLLM3 = replace(
 _FACTORS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 
 
+def _attention_multiplier(config: Any) -> float:
+    return float(config.attention_multiplier)
+
+
 def _granite_unsupported(config: Any) -> str | None:
     for name in _FACTORS:
         factor = getattr(config, name)
@@ -92,7 +97,7 @@ GRANITE = replace(
     model_type="granite",
     summary="Llama's layout, with factors on embeddings, attention scores, sublayer outputs and logits.",
     embedding_scale=Factor("embedding_multiplier"),
-    attention_scale=lambda config: float(config.attention_multiplier),
+    attention_scale=_attention_multiplier,
     output_scale=Factor("residual_multiplier"),
     logit_scale=_logit_scale,
     unsupported=_granite_unsupported,
@@ -199,6 +204,22 @@ def _llama4_variant(family: Family, config: Any) -> Family:
     return replace(family, layer_specs=tuple(("F", layer, _DENSE) for layer in dense))
 
 
+def _llama4_head_norms(config: Any) -> bool:
+    return bool(config.use_qk_norm)
+
+
+def _llama4_mixtures(config: Any, sources: Sequence[int]) -> dict[str, Any]:
+    return {"moe_layers": [place for place, source in enumerate(sources) if source in config.moe_layers]}
+
+
+def _llama4_routing(config: Any) -> Routing:
+    return Routing(int(config.num_experts_per_tok), "sigmoid")
+
+
+def _llama4_shared(config: Any) -> int:
+    return int(config.intermediate_size)
+
+
 def _llama4_unsupported(config: Any) -> str | None:
     if not config.attention_chunk_size:
         return "its configuration has no attention_chunk_size"
@@ -222,10 +243,10 @@ _MIXTURE: SublayerSpec = replace(
         router="feed_forward.router",
         experts="feed_forward.experts",
         count="num_local_experts",
-        routing=lambda config: Routing(int(config.num_experts_per_tok), "sigmoid"),
+        routing=_llama4_routing,
         counts=("feed_forward.num_experts", "feed_forward.experts.num_experts", "feed_forward.router.num_experts"),
         top_k=("feed_forward.top_k", "feed_forward.router.top_k"),
-        shared=lambda config: int(config.intermediate_size),
+        shared=_llama4_shared,
         weighs_inputs=True,
         logits=1,
     ),
@@ -245,10 +266,8 @@ LLAMA4 = replace(
     chunked=True,
     query_growth=_query_growth,
     grows_unturned=True,
-    plain_head_norms=lambda config: bool(config.use_qk_norm),
+    plain_head_norms=_llama4_head_norms,
     variant=_llama4_variant,
-    follow_mlp=lambda config, sources: {
-        "moe_layers": [place for place, source in enumerate(sources) if source in config.moe_layers]
-    },
+    follow_mlp=_llama4_mixtures,
     unsupported=_llama4_unsupported,
 )

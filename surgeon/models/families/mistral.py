@@ -5,8 +5,7 @@ from typing import Any
 
 from surgeon.models.families.base import Growth
 from surgeon.models.families.llama import LLAMA
-from surgeon.models.families.mixtures import MIXTURE, ROUTED, stacked_experts
-from surgeon.models.routing import Routing
+from surgeon.models.families.mixtures import MIXTURE, ROUTED, normalised, stacked_experts
 
 MISTRAL = replace(
     LLAMA,
@@ -54,7 +53,7 @@ MIXTRAL = replace(
         mixture=replace(
             ROUTED,
             count="num_local_experts",
-            routing=lambda config: Routing(int(config.num_experts_per_tok), normalise=True),
+            routing=normalised,
         ),
     ),
     stored_names=(("mlp.", "block_sparse_moe."),),

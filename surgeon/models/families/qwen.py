@@ -8,9 +8,8 @@ from typing import Any
 
 from surgeon.models.families.base import Family
 from surgeon.models.families.llama import LLAMA
-from surgeon.models.families.mixtures import MIXTURE, ROUTED
+from surgeon.models.families.mixtures import MIXTURE, ROUTED, normalised
 from surgeon.models.families.specs import Projection, SublayerSpec
-from surgeon.models.routing import Routing
 
 QWEN2 = replace(
     LLAMA,
@@ -111,6 +110,10 @@ def with_linear_layers(family: Family, config: Any, linear: SublayerSpec) -> Fam
 _QWEN3_NEXT_LINEAR = linear_attention("in_proj_qkvz", "in_proj_ba")
 
 
+def _shared(config: Any) -> int:
+    return int(config.shared_expert_intermediate_size)
+
+
 WEIGHED = replace(
     MIXTURE,
     projections=(
@@ -122,9 +125,14 @@ WEIGHED = replace(
     mixture=replace(
         ROUTED,
         shared_router="mlp.shared_expert_gate",
-        shared=lambda config: int(config.shared_expert_intermediate_size),
+        shared=_shared,
     ),
 )
+
+
+def _qwen3_next_variant(family: Family, config: Any) -> Family:
+    return with_linear_layers(QWEN3_MOE.variant(family, config), config, _QWEN3_NEXT_LINEAR)
+
 
 QWEN3_NEXT = replace(
     QWEN3_MOE,
@@ -138,11 +146,19 @@ QWEN3_NEXT = replace(
     unit_offset=True,
     partly_rotary=True,
     window=None,
-    variant=lambda family, config: with_linear_layers(QWEN3_MOE.variant(family, config), config, _QWEN3_NEXT_LINEAR),
+    variant=_qwen3_next_variant,
 )
 
 
 _QWEN3_5_LINEAR = linear_attention("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+
+
+def _qwen3_5_variant(family: Family, config: Any) -> Family:
+    return with_linear_layers(family, config, _QWEN3_5_LINEAR)
+
+
+def _unfusable(_: Any) -> str:
+    return "layers stored side by side have neither linear attention nor gates behind their heads"
 
 
 QWEN3_5 = replace(
@@ -155,8 +171,8 @@ QWEN3_5 = replace(
     partly_rotary=True,
     window=None,
     window_layers=None,
-    variant=lambda family, config: with_linear_layers(family, config, _QWEN3_5_LINEAR),
-    unfusable=lambda _: "layers stored side by side have neither linear attention nor gates behind their heads",
+    variant=_qwen3_5_variant,
+    unfusable=_unfusable,
 )
 assert WEIGHED.mixture is not None
 QWEN3_5_MOE = replace(
@@ -166,9 +182,7 @@ QWEN3_5_MOE = replace(
     summary="Qwen3-Next with dense MLPs or with mixtures in all layers, its projections unpacked.",
     mlp=replace(
         WEIGHED,
-        mixture=replace(
-            WEIGHED.mixture, routing=lambda config: Routing(int(config.num_experts_per_tok), normalise=True)
-        ),
+        mixture=replace(WEIGHED.mixture, routing=normalised),
     ),
     intermediate="moe_intermediate_size",
 )

@@ -240,8 +240,6 @@ class Stats(Tally):
         free_blocks: that no request uses; later requests may still share some of them.
         passes: forward passes.
         drafting_passes: of these, those that drafted.
-        halved_passes: of these, those that were computed in two halves (model/dynamic.py).
-        all_reduces, all_gathers, bytes: on rank 0, those of the vocabulary included; bytes are of their operands.
     """
 
     running: int = 0
@@ -250,7 +248,3 @@ class Stats(Tally):
     free_blocks: int = 0
     passes: int = 0
     drafting_passes: int = 0
-    halved_passes: int = 0
-    all_reduces: int = 0
-    all_gathers: int = 0
-    bytes: int = 0

@@ -38,16 +38,7 @@ class Counts:
     bytes: int = 0
 
     def __add__(self, other: Counts) -> Counts:
-        return Counts(*map(operator.add, self._each(), other._each()))
-
-    def __sub__(self, other: Counts) -> Counts:
-        return Counts(*map(operator.sub, self._each(), other._each()))
-
-    def _each(self) -> tuple[int, int, int]:
-        return self.all_reduces, self.all_gathers, self.bytes
-
-    def copy(self) -> Counts:
-        return Counts(*self._each())
+        return Counts(*map(operator.add, vars(self).values(), vars(other).values()))
 
 
 class Collectives(ABC):

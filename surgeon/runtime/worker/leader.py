@@ -193,7 +193,6 @@ class Leader:
         figures = self.engine.figures
         scheduler = self.scheduler
         phases = figures.prefill, figures.decode, figures.drafting
-        counts = [count for phase in phases for count in (phase.layers, phase.vocabulary)]
         stats = (  # the fields of `Stats`, in their order; to make one would take as long as all of this
             *vars(scheduler.tally).values(),
             len(scheduler.running),
@@ -202,10 +201,6 @@ class Leader:
             scheduler.pool.free,
             sum(phase.passes for phase in phases),
             figures.drafting.passes,
-            sum(phase.halved for phase in phases),
-            sum(count.all_reduces for count in counts),
-            sum(count.all_gathers for count in counts),
-            sum(count.bytes for count in counts),
         )
         return Progress(outputs, stats)
 

@@ -5,6 +5,7 @@ To test a new family, add its name to FAMILY_NAMES and, where its layout is new,
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -109,6 +110,10 @@ def test_what_is_not_computed_is_refused(name: str, entries: dict[str, Any], rea
 
 def test_every_family_is_under_contract() -> None:
     assert {*FAMILY_NAMES, "falcon"} == set(FAMILIES)
+
+
+def test_families_go_to_ranks_with_plans() -> None:
+    assert list(pickle.loads(pickle.dumps(FAMILIES))) == list(FAMILIES)
 
 
 @pytest.mark.parametrize("name", ["shuffle", "prune", "repeat", "lp"])
