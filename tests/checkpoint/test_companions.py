@@ -17,7 +17,7 @@ from surgeon.checkpoint.companions import companions_of, left_behind, left_by
 from surgeon.checkpoint.compare import compare
 from surgeon.checkpoint.describe import describe
 from surgeon.checkpoint.read import Checkpoint
-from surgeon.checkpoint.verify import verify
+from surgeon.checkpoint.write import verify
 from surgeon.exports.adapters import export_with_adapter
 from surgeon.exports.in_memory import export_with_codas
 from surgeon.exports.unfuse import unfused

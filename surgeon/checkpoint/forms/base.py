@@ -12,10 +12,9 @@ import torch
 
 from surgeon.checkpoint.forms.planning import PlannedTensor, TensorPlanner
 from surgeon.checkpoint.forms.stored_layers import Inexpressible, StoredLayer, per_layer_lists, stored_layers
-from surgeon.checkpoint.read import WEIGHTS_KEY, Checkpoint
+from surgeon.checkpoint.read import WEIGHTS_KEY, Checkpoint, Wrapped
 from surgeon.checkpoint.remote_code import FAMILY_KEY, RemoteCode
 from surgeon.checkpoint.stored import StoredModel
-from surgeon.checkpoint.wrapped import Wrapped
 from surgeon.language.program import Program
 from surgeon.models.edit import PROGRAM_KEY
 from surgeon.models.families import Family

@@ -15,8 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, LayerShapes, MixtureShapes
-from surgeon.models.families.specs import NEURONS, MixtureSpec, SublayerSpec, Unit
-from surgeon.models.latent import Latent
+from surgeon.models.families.specs import NEURONS, Latent, MixtureSpec, SublayerSpec, Unit
 from surgeon.words import layer_list
 
 Scale = Callable[[Any], float | None]  # of a config: a factor; None where the architecture has none

@@ -14,8 +14,7 @@ from typing import Any
 from surgeon.models.families.base import Family
 from surgeon.models.families.llama import LLAMA
 from surgeon.models.families.mixtures import MIXTURE, ROUTED
-from surgeon.models.families.specs import Projection, SublayerSpec
-from surgeon.models.latent import Latent
+from surgeon.models.families.specs import Latent, Projection, SublayerSpec
 from surgeon.models.routing import Routing
 
 _ATTENTION = ("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")

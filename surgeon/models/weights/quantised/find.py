@@ -10,9 +10,8 @@ import torch
 from surgeon.models.weights.quantised.bitsandbytes import FourBits, Int8
 from surgeon.models.weights.quantised.matrix import FLOATS, Quantised, Scheme
 from surgeon.models.weights.quantised.methods import Rule, rules_of
-from surgeon.models.weights.quantised.mxfp4 import Mxfp4
 from surgeon.models.weights.quantised.packed import Awq, Gptq
-from surgeon.models.weights.quantised.scaled import ACTIVATIONS, FLOAT8, WEIGHT, Fp8, Grouped
+from surgeon.models.weights.quantised.scaled import ACTIVATIONS, FLOAT8, WEIGHT, Fp8, Grouped, Mxfp4
 from surgeon.models.weights.store import Store
 
 # Types that numbers are stored in which mean nothing without scales.
