@@ -17,9 +17,9 @@ import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
-from surgeon.commands.predictions import predict_drafts
+import surgeon
 from surgeon.findings.drawing import sheet
-from surgeon.findings.prediction import drafts_picture
+from surgeon.findings.prediction import Predictions, drafts_picture
 from surgeon.opened import open_model
 
 SHAPES = Path(__file__).resolve().parents[2] / "docs" / "shapes"
@@ -33,6 +33,11 @@ def half(layers: int) -> str:
     return " ".join(f"A{one} F{one}" for one in range(layers) if one < 2 or one >= layers - 2 or one % 2)
 
 
+def predict(shapes: str, hardware: str, draft: str) -> Predictions:
+    """Predict one draft, in a process of its own."""
+    return surgeon.predict(shapes, hardware, draft=draft, acceptance=ACCEPTANCES, sweep=SWEEP)
+
+
 def main() -> None:
     """Predict, print, draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -42,11 +47,11 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, required=True, help="the picture")
     asked = parser.parse_args()
     layers, names = open_model(asked.shapes, weights=False).num_layers, asked.drafts.split(",")
-    predicted = partial(predict_drafts, asked.shapes, asked.hardware, acceptance=ACCEPTANCES, sweep=SWEEP)
+    predicted = partial(predict, asked.shapes, asked.hardware)
     with ProcessPoolExecutor(len(names)) as pool:
         results = pool.map(predicted, [half(layers) if name == HALF else name for name in names])
         found = dict(zip(names, results, strict=True))
-    speeds = {name: one.speeds for name, one in found.items()}
+    speeds = {name: one.drafts for name, one in found.items()}
     pd.concat([table.assign(draft=name) for name, table in speeds.items()]).to_csv(sys.stdout, index=False)
     for line in dict.fromkeys(line for one in found.values() for line in one.record["refused"]):
         print(f"refused: {line}", file=sys.stderr)

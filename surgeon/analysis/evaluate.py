@@ -16,7 +16,7 @@ import pandas as pd
 from surgeon.analysis.factors.recipe_factors import with_factors
 from surgeon.checkpoint.factor_cache import FactorCache
 from surgeon.errors import needs_extra
-from surgeon.findings.tasks import scores, table, write_results
+from surgeon.findings.tasks import scores, scores_table, write_results
 from surgeon.models.edit import edit, restore
 from surgeon.models.verified import DraftOnText, NoVerifiedKeys, draft_on_text
 from surgeon.models.weights import TruncatedSVD
@@ -63,7 +63,7 @@ class Evaluation:
         return self.table().to_html(index=False)
 
     def __str__(self) -> str:
-        tasks = "" if self.tasks is None else table(scores(self.tasks))
+        tasks = "" if self.tasks is None else str(scores_table(scores(self.tasks)))
         if self.text is None:
             text = []
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import select
@@ -10,8 +9,6 @@ import shlex
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from functools import cache
 from itertools import pairwise
 from typing import Annotated, Any
@@ -69,7 +66,6 @@ COMMANDS = (
     (report, "Put what was measured into one HTML page."),
     (demo, "All of this on a small model that ships with surgeon."),
 )
-BRIEF = ("check", "show", "families", "card")  # which take seconds, most of them to import
 DEBUG_FLAG = "--debug"
 STANDARD_OUTPUT = 1
 NOTE = (
@@ -120,8 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not debug:
         quiet_libraries()
     try:
-        with _uncollected() if arguments[:1] and arguments[0] in BRIEF else nullcontext():
-            code = _built(app).main(args=arguments, prog_name="surgeon", standalone_mode=False)
+        code = _built(app).main(args=arguments, prog_name="surgeon", standalone_mode=False)
         if sys.stdout is not None:
             sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort):
@@ -139,16 +134,6 @@ def main(arguments: list[str] | None = None) -> int:
     if isinstance(code, int):
         return code
     return 0
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Look for no garbage: imports make very many objects that stay, and looking takes a fifth of their time."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 @cache

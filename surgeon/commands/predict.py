@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -14,7 +12,6 @@ from surgeon.commands.options import Batches, Compress, ProgramText, VariantLaye
 from surgeon.language.operations.declare import VARIANTS, described
 
 if TYPE_CHECKING:
-    from surgeon.commands.predictions import Asked
     from surgeon.cost.deployment import Deployment
     from surgeon.cost.hardware import Hardware
     from surgeon.findings.prediction import Predictions
@@ -83,47 +80,7 @@ def deployment_of(
     )
 
 
-def _show(
-    call: partial[Predictions],
-    draft: Annotated[
-        str | None,
-        option(
-            "Where it pays that this program over the same weights drafts and the model verifies, as surgeon generate "
-            "does it, with the best number of tokens ahead; beside no drafts, and beside the draft alone.",
-            metavar="RECIPE|PROGRAM|VARIANT|FOLDER",
-        ),
-    ] = None,
-    acceptance: Annotated[
-        Sequence[str],
-        several("With --draft: the chance of a drafted token to be right. Default: 0.8."),
-    ] = (),
-) -> None:
-    asked = call.keywords
-    if draft is not None and "compare" in asked:
-        raise ValueError("--draft does not look at --compare; leave one of them out")
-    if acceptance and draft is None:
-        raise ValueError("--acceptance is for --draft; give --draft, too")
-    found: Any
-    if draft is not None:
-        from surgeon.commands.predictions import predict_drafts
-
-        found = predict_drafts(draft=draft, acceptance=_chances(acceptance), **asked)
-    else:
-        found = call()
-    print(found)
-    if "output" in asked:
-        print(f"{asked['output']}: {', '.join(path.name for path in found.files)}", file=sys.stderr)
-
-
-def _chances(acceptance: Sequence[str]) -> list[float]:
-    try:
-        return [float(part) for part in acceptance or ["0.8"]]
-    except ValueError:
-        given = ",".join(acceptance)
-        raise ValueError(f"--acceptance {given!r} is no list of chances; write e.g. 0.6,0.8") from None
-
-
-@command(_show)
+@command()
 def predict(
     model: Annotated[
         str | Path | Model | EditedModel,
@@ -175,11 +132,24 @@ def predict(
     output: Annotated[
         str | Path | None,
         option(
-            "Folder for predict.csv, predict.json, predict.png (drafts.csv and so on with --draft).",
+            "Folder for predict.csv, predict.json, predict.png (and drafts.csv, drafts.png with --draft).",
             "--output",
             "-o",
         ),
     ] = None,
+    draft: Annotated[
+        str | Path | Program | None,
+        option(
+            "Where it pays that this program over the same weights drafts and the model verifies, as surgeon generate "
+            "does it, with the best number of tokens ahead; beside no drafts, and beside the draft alone.",
+            metavar="RECIPE|PROGRAM|VARIANT|FOLDER",
+            kind=str,
+        ),
+    ] = None,
+    acceptance: Annotated[
+        float | Sequence[str | float],
+        several("With --draft: the chance of a drafted token to be right. Default: 0.8.", kind=list[str]),
+    ] = (),
 ) -> Predictions:
     """Predict what programs cost on hardware that you do not have.
 
@@ -198,24 +168,41 @@ def predict(
         ValueError: if the model or the hardware cannot be read, lacks a figure, or a program cannot run so or does not
             fit into memory; in a sweep that is said in its cells.
     """
+    import pandas as pd
+
     from surgeon.commands.opening import as_list, as_range
-    from surgeon.commands.predictions import PredictionInputs, heading_of, record_of
+    from surgeon.commands.predictions import draft_table, heading_of, open_draft, record_of, sweep_cells
     from surgeon.cost.candidates import open_candidates
+    from surgeon.cost.drafts import read_chances
+    from surgeon.cost.hardware import Hardware
+    from surgeon.cost.hardware_file import load_hardware
     from surgeon.cost.sweep import explain_memory, prediction_table
     from surgeon.findings.prediction import Predictions
     from surgeon.opened import EditedModel, Model
+    from surgeon.processes.files import make_folder
 
+    if draft is not None and compare:
+        raise ValueError("draft does not look at compare; leave one of them out")
+    if acceptance and draft is None:
+        raise ValueError("acceptance is for a draft; give draft, too")
+    chances = read_chances(as_list(acceptance or 0.8))
     candidates = open_candidates(model, as_list(compare), program, as_range(layers))
-    asked: Asked = {"prompt": prompt, "new": new, "ranks": ranks, "sweep": sweep, "output": output}
-    question = PredictionInputs.of(candidates, hardware, asked, batch)
-    cells = question.cells()
-    machine = question.hardware
-    for cell in cells if not question.swept else ():
+    if draft is not None:
+        candidates.append(open_draft(candidates[0].model, draft, as_range(layers)))
+    machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
+    if output is not None:
+        make_folder(Path(output))
+    cells = sweep_cells(candidates, machine, ranks, (prompt, new), batch, sweep)
+    for cell in cells if sweep is None else ():
         if cell.refused:
             raise ValueError(cell.refused if cell.prediction is None else explain_memory(cell, machine))
-    said: dict[str, Any] = {"heading": heading_of(machine, cells), "swept": question.swept}
+    said: dict[str, Any] = {"heading": heading_of(machine, cells), "swept": sweep is not None}
+    drafts = pd.DataFrame()
+    if draft is not None:
+        said["heading"] += f"; drafts of {candidates[1].name}"
+        drafts, said["refused"] = draft_table(cells, machine, chances, sweep is not None)
     name = model.name if isinstance(model, Model | EditedModel) else str(model)
-    found = Predictions(prediction_table(cells), cells, record=said | {"model": name})
-    if question.folder is None:
+    found = Predictions(prediction_table(cells), drafts, cells, record=said | {"model": name})
+    if output is None:
         return found
-    return replace(found, record=record_of(name, machine, cells, said)).save(question.folder)
+    return replace(found, record=record_of(name, machine, cells, said)).save(Path(output))

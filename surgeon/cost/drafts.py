@@ -78,7 +78,7 @@ def predict_drafting(
         ValueError: as `predict`; and if there is no token to draft, an acceptance is no chance, the draft cannot run
             beside its model, or there is no room for both.
     """
-    check_chances(acceptances)
+    read_chances(acceptances)
     drafting = DraftPrices(shapes, programs[0], hardware, workload, deployment)
     beside = drafting.beside(programs[1])
     draft = drafting.seconds(beside.plan)
@@ -195,16 +195,21 @@ def _beside(plan: Plan, shapes: ModelShapes, draft: Program) -> DraftPlan:
     return replace(found, plan=replace(found.plan, mixtures=plan.mixtures))
 
 
-def check_chances(acceptances: Sequence[float]) -> Sequence[float]:
-    """Acceptances, if they are chances.
+def read_chances(acceptances: Sequence[str | float]) -> list[float]:
+    """Read acceptances as chances.
 
     Raises:
         ValueError: if one is none.
     """
+    chances = []
     for acceptance in acceptances:
-        if not 0 <= acceptance <= 1:
-            raise ValueError(f"an acceptance is a chance from 0 to 1, not {acceptance:g}")
-    return acceptances
+        try:
+            chances.append(float(acceptance))
+        except ValueError:
+            raise ValueError(f"{acceptance!r} is no chance; give acceptances from 0 to 1, e.g. 0.6,0.8") from None
+        if not 0 <= chances[-1] <= 1:
+            raise ValueError(f"an acceptance is a chance from 0 to 1, not {acceptance}")
+    return chances
 
 
 def draft_cells(

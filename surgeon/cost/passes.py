@@ -23,7 +23,7 @@ from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.batching.sequence import LEAST_IN_HALF
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.comm.quantised import Packing
-from surgeon.runtime.plan.placement import Group, Part, Work, rank_work, step_parts
+from surgeon.runtime.plan.placement import Group, Part, Work, placed_parts, rank_work
 from surgeon.runtime.plan.specification import Plan
 
 CANDIDATE = 16  # bytes of a rank's best token of a text: its logit and its number
@@ -302,4 +302,4 @@ class PassCosts(Costs):
     def _whole(self, step: Step, group: Group) -> bool:
         """Tell whether each rank of a group computes whole sublayers of a step."""
         alone = len(group) == 1 or not self.plan.sliced
-        return alone and all(part == step.sublayers[index] for index, part in step_parts(step, 0, len(group)))
+        return alone and all(part == step.sublayers[index] for index, part in placed_parts(step, 0, len(group))[0])

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from surgeon.words import aligned, hanging
+from surgeon.words import WIDTH, aligned, hanging
+
+_SHORTEST = 12  # characters that names are cut down to
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,15 @@ class Table:
         lines = [[name for name, _ in heads]]
         if any(unit for _, unit in heads):
             lines.append([unit for _, unit in heads])
-        text = aligned([*lines, *self.rows], {0, *self.left})
+        lines += [list(row) for row in self.rows]
+        left = {0, *self.left}
+        for column in left:  # names give way
+            widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+            room = max(_SHORTEST, widths[column] - max(0, sum(widths) + len(widths) - 1 - WIDTH))
+            for line in lines:
+                if len(line[column]) > room:
+                    line[column] = f"{line[column][: room - 3]}..."
+        text = aligned(lines, left)
         notes = (hanging("", line) for line in self.note.splitlines())
         return "\n".join(filter(None, [self.caption, text, *notes]))
 

@@ -27,10 +27,8 @@ from surgeon.findings.blocks import Table
 from surgeon.findings.measured import DIVERGENCE, PERPLEXITY, CardScore, Identity
 from surgeon.language.operations import OPERATIONS
 from surgeon.language.operations.applied import AppliedOperation
-from surgeon.language.program import Fork, Program, steps_of
+from surgeon.language.program import Program
 from surgeon.language.recipe import operations_in
-from surgeon.language.sublayer import Sublayer
-from surgeon.models.weights import indivisible
 from surgeon.named import hub_name
 from surgeon.processes.files import write_text
 from surgeon.quality.summary import Quality
@@ -164,6 +162,18 @@ COLUMNS = {
     "untrained": "with random weights",
     "original": "unedited",
 }
+# What signs of a program's text mean.
+SIGNS = {
+    "": "`A4` and `F4` are the attention and the feed-forward of layer 4",
+    "[": "`[A4 A5]` read the same input, and their outputs are added together",
+    ">": "`>A4` reads the stream as it was before the previous step's output was added",
+    "{": "`{A4 F4 | A5 F5}` are branches that start from the same stream, each with one of its own; at the end what "
+    "all of them added is added",
+    "~": "`A4~A5` is one sublayer with the averaged weights of both",
+    "@": "`F4@up64,down96` has two factors in place of matrices, of rank 64 for up and 96 for down",
+    "#": "`A4#3` has 3 of its KV groups (each a KV head with all heads that share it), `F4#344` 344 of its neurons",
+    "/": "`A4/2:0` is the first of two slices of the heads (for `F`, of the neurons)",
+}
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken")
 
 
@@ -186,13 +196,17 @@ def surgery(found: Surgery) -> dict[str, Any]:
     proof = report.get("proof")
     if not isinstance(proof, dict):
         proof = None
+    signs = [text for sign, text in SIGNS.items() if sign in str(program)]
+    sublayers = list(program.sublayers())
+    if len(set(sublayers)) < len(sublayers):
+        signs.append("what is there several times runs again, with the same weights")
     nodes = (str(node).replace(" ", "\N{NO-BREAK SPACE}") for node in program.nodes)
     return {
         "what_it_is": one_line(what_it_is),
         "operations": operations,
         "summaries": OPERATIONS,
         "program": textwrap.fill(" ".join(nodes), PROGRAM_WIDTH, **WHOLE).replace("\N{NO-BREAK SPACE}", " "),
-        "legend": _legend(program),
+        "legend": f"{'; '.join(signs)}.",
         "sizes": list(size_lines(program)),
         "proof": proof,
         "differ": _differ(proof) if proof else "",
@@ -215,29 +229,6 @@ def _facts(found: Surgery, name: str) -> Table:
         ["parameters", f"{found.stored.parameters:,}", f"{before:,}" if isinstance(before, int) else ""],
     ]
     return Table("", ["", name, unedited], rows)
-
-
-def _legend(program: Program) -> str:
-    """What the signs mean that occur in the program."""
-    steps = list(steps_of(program.nodes))
-    sublayers = list(program.sublayers())
-    signs = {
-        "`A4` and `F4` are the attention and the feed-forward of layer 4": True,
-        "`[A4 A5]` read the same input, and their outputs are added together": any(len(s.sublayers) > 1 for s in steps),
-        "`>A4` reads the stream as it was before the previous step's output was added": any(s.late for s in steps),
-        "`{A4 F4 | A5 F5}` are branches that start from the same stream, each with one of its own; at the end what "
-        "all of them added is added": any(isinstance(node, Fork) for node in program.nodes),
-        "`A4~A5` is one sublayer with the averaged weights of both": any(len(s.layers) > 1 for s in sublayers),
-        "`F4@up64,down96` has two factors in place of matrices, of rank 64 for up and 96 for down": any(
-            s.ranks for s in sublayers
-        ),
-        "`A4#3` has 3 of its KV groups (each a KV head with all heads that share it), `F4#344` 344 of its neurons": any(
-            s.width for s in sublayers
-        ),
-        "`A4/2:0` is the first of two slices of the heads (for `F`, of the neurons)": any(s.piece for s in sublayers),
-        "what is there several times runs again, with the same weights": len(set(sublayers)) < len(sublayers),
-    }
-    return "; ".join(text for text, occurs in signs.items() if occurs) + "."
 
 
 def _differ(proof: dict[str, Any]) -> str:
@@ -319,7 +310,6 @@ def usage(found: Surgery, folder: Path, name: str) -> dict[str, Any]:
     form = found.form
     assert form is not None
     options = json.dumps(name) + (", trust_remote_code=True" if form.shipped is not None else "")
-    serve = f"vllm serve {quote(name)}" + (f" --tensor-parallel-size {RANKS}" if _divides(found) else "")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return {
         "reason": found.report.get("reason"),
@@ -327,27 +317,12 @@ def usage(found: Surgery, folder: Path, name: str) -> dict[str, Any]:
         "shipped": form.shipped,
         "architectures": config.get("architectures"),
         "options": options,
-        "vllm": form.serving(found.stored, serve),
+        "vllm": form.serving(found.stored, f"vllm serve {quote(name)}"),
         "prompt": PROMPT,
         "tp": RANKS,
         "word": quote(name),
         "literal": json.dumps(name),
     }
-
-
-def _divides(found: Surgery) -> bool:
-    """Whether vLLM's ranks can share every layer, of which a narrow one may have too few heads.
-
-    Its own models and the plugin give a KV head to several ranks; its backend that runs the fused form cuts it in two.
-    """
-    if all(sublayer.width is None for sublayer in found.program.sublayers()):
-        return True
-    weights = found.stored.weights
-    copies = found.form is not None and not found.form.widths_differ
-    slices = (
-        Sublayer(one.kind, (layer,), (0, RANKS)) for one in found.stored.program.sublayers() for layer in one.layers
-    )
-    return all(indivisible(one, weights.units(one), replicate=copies) is None for one in slices)
 
 
 def belongings(found: Surgery, folder: Path, inherited: Inherited) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,7 +14,7 @@ from matplotlib.colors import Normalize
 
 from surgeon.findings.blocks import Block, Finding, Paragraph, Table
 from surgeon.findings.drawing import Chart, Picture, bars, points, scale
-from surgeon.findings.maps import Legend, Map
+from surgeon.findings.maps import Legend, Map, map_cells
 from surgeon.findings.result import RunResult, TableFile
 from surgeon.memory import show_size
 from surgeon.words import NO_VALUE, TIMES, hanging, number, plural, times
@@ -39,6 +39,9 @@ class Predictions(RunResult):
     Attributes:
         speeds: one row per program, ranks and load, as in `predict.csv`; speedups are over the first program on the
             same ranks for the same load.
+        drafts: where the second program drafts for the first, one row per ranks, load and acceptance, as in
+            `drafts.csv`: times in ms, tokens per second without drafts (`dense`), with them (`drafted`) and of the
+            draft alone (`alone`), and how often the first is in the others.
         cells: by ranks and load, of every program; of predictions just made.
     """
 
@@ -50,10 +53,12 @@ class Predictions(RunResult):
             "predict.csv",
             (*AXES, *_SPEEDS, "communication_share", "needed_bytes", "there_bytes", "fits", *SPEEDUPS),
             ("program",),
-        )
+        ),
+        "drafts": TableFile("drafts.csv", DRAFT_COLUMNS, optional=True),
     }
 
     speeds: pd.DataFrame
+    drafts: pd.DataFrame = field(default_factory=pd.DataFrame)
     cells: Sequence[Any] = ()
 
     def __str__(self) -> str:
@@ -62,6 +67,8 @@ class Predictions(RunResult):
             tables.append(self._passes())
             if self.speeds["program"].nunique() > 1:
                 tables.append(self._ratios())
+        if "refused" in self.record:
+            tables.append(self._drafting())
         return "\n\n".join([hanging("", self.heading), *map(str, tables)])
 
     def _cells(self) -> Table:
@@ -109,6 +116,17 @@ class Predictions(RunResult):
         caption = f"Times as fast as {self.speeds['program'].iloc[0]}"
         return Table(caption, ["program", "batch", "first token", "per token", "tokens/s"], rows)
 
+    def _drafting(self) -> Table:
+        asked = ("ranks", "batch", "acceptance", "ahead")
+        found = ("draft_ms", "verify_ms", "drafted", "dense", "speedup", "alone_speedup")
+        rows = [
+            [*(f"{row[name]:g}" for name in asked), *(number(row[name], 3) for name in found)]
+            for _, row in self.drafts.iterrows()
+        ]
+        head = ["ranks", "batch", "accepted", "ahead", "draft, ms", "verify, ms", "tokens/s", "dense", "times"]
+        notes = "\n".join(f"refused: {reason}" for reason in self.record["refused"])
+        return Table("Where drafts pay", [*head, "alone, times"], rows, notes)
+
     def section(self) -> Iterator[Block]:
         table = self.speeds
         first = table["program"].iloc[0]
@@ -124,6 +142,9 @@ class Predictions(RunResult):
             charts += _lines(table)
         if charts:  # none where nothing can be shared out
             yield Picture(charts, name="predict")
+        if len(self.drafts):
+            yield drafts_picture({"": self.drafts})
+            yield self._drafting()
         yield self._cells()
 
     def summary(self) -> Iterator[Finding]:
@@ -202,52 +223,21 @@ def _line_chart(own: pd.DataFrame, column: str, along: str, y: str, title: str) 
     return Chart(title, draw, along, y, described=f"{y}, {title}")
 
 
-@dataclass(frozen=True, repr=False)
-class DraftRun(RunResult):
-    """The result of a prediction of drafts.
-
-    Attributes:
-        speeds: one row per ranks, load and acceptance, as in `drafts.csv`: times in ms, tokens per second without
-            drafts (`dense`), with them (`drafted`) and of the draft alone (`alone`), and how often the first is in the
-            others.
-    """
-
-    COMMAND = "predict"
-    RECORD = "drafts.json"
-    TABLES: ClassVar = {"speeds": TableFile("drafts.csv", DRAFT_COLUMNS, may_be_empty=True)}
-
-    speeds: pd.DataFrame
-
-    def __str__(self) -> str:
-        asked = ("ranks", "batch", "acceptance", "ahead")
-        found = ("draft_ms", "verify_ms", "drafted", "dense", "speedup", "alone_speedup")
-        rows = [
-            [*(f"{row[name]:g}" for name in asked), *(number(row[name], 3) for name in found)]
-            for _, row in self.speeds.iterrows()
-        ]
-        head = ["ranks", "batch", "accepted", "ahead", "draft, ms", "verify, ms", "tokens/s", "dense", "times"]
-        notes = "\n".join(f"refused: {reason}" for reason in self.record["refused"])
-        return f"{hanging('', self.heading)}\n\n{Table('', [*head, 'alone, times'], rows, notes)}"
-
-    def pictures(self) -> dict[str, Picture]:
-        """`drafts`: a map for each acceptance, and one of the draft alone; none where all was refused."""
-        if self.speeds.empty:
-            return {}
-        return {"drafts": drafts_picture({"": self.speeds})}
-
-
 def drafts_picture(found: dict[str, pd.DataFrame]) -> Picture:
     """Map each draft by its name: ranks down, batches across, of the first prompt and number of tokens."""
     colours = Normalize(1.0, 2.0)
     panels = []
 
-    def add(title: str, cells: pd.DataFrame, column: str) -> None:
-        values = cells.pivot(index="ranks", columns="batch", values=column)
-        panels.append(Map(title.strip(), values, colours, ("batch", "ranks"), {}))
+    def add(title: str, rows: pd.DataFrame, column: str) -> None:
+        values = rows.pivot(index="ranks", columns="batch", values=column)
+        fields = {column: "times as fast", "ahead": "tokens ahead"}
+        cells = map_cells(values, rows["ranks"], rows["batch"], rows, fields, "{row} ranks, batch {column}")
+        panels.append(Map(title.strip(), values, colours, ("batch", "ranks"), cells, "times as fast"))
 
     for name, speeds in found.items():
         drawn = speeds[(speeds[["prompt", "new"]] == speeds[["prompt", "new"]].iloc[0]).all(axis="columns")]
         for chance, cells in drawn.groupby("acceptance"):
             add(f"{name} {chance:g} accepted", cells, "speedup")
         add(f"{name} alone (lossy)", drawn.drop_duplicates(["ranks", "batch"]), "alone_speedup")
-    return Picture(panels, "Refused cells stay empty.", legend=Legend(colours, "Times as fast as without drafts"))
+    legend = Legend(colours, "Times as fast as without drafts")
+    return Picture(panels, "Where drafts pay; refused cells stay empty.", "drafts", legend)

@@ -14,13 +14,12 @@ import pandas as pd
 from surgeon.findings.blocks import Block, Code, Finding, Paragraph, Table
 from surgeon.findings.result import RunResult
 from surgeon.processes.files import make_folder, write_text
-from surgeon.words import WIDTH, aligned, listed, number, plural
+from surgeon.words import listed, number, plural
 
 PROVENANCE_KEY = "surgeon"
 _NAMED = 6  # numbers that the summary gives
 _NO_FILTER = "none"
 _LM_EVAL = ("lm_eval_version", "model_name", "n-shot", "n-samples", "versions", "task_hashes", "config")
-_HEADS = ("task", "shots", "metric", "value", "stderr", "n")
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ class TaskRun(RunResult):
         return pd.DataFrame(map(asdict, self.scores), columns=list(Score.__dataclass_fields__))
 
     def __str__(self) -> str:
-        return table(self.scores)
+        return str(scores_table(self.scores))
 
     def section(self) -> Iterator[Block]:
         surgery = self.record.get(PROVENANCE_KEY, {})
@@ -103,12 +102,7 @@ class TaskRun(RunResult):
             some = f" Only the first {limit:g} rows of each task."
         said = f"{self._subject()}, by lm-eval {self.record.get('lm_eval_version', '')}.{some}"
         yield Paragraph(said.replace(" .", "."))
-        better = {True: "higher", False: "lower", None: ""}
-        rows = [
-            [s.task, s.name, better[s.higher_is_better], _text(s), _count(s.shots), _count(s.rows)] for s in self.scores
-        ]
-        head = ["task", "metric", "better", "value ± standard error", "shots", "rows"]
-        yield Table("Accuracy on tasks", head, rows, left=frozenset({1, 2}))
+        yield scores_table(self.scores)
         if surgery.get("program"):
             yield Code("The program that was evaluated", str(surgery["program"]))
 
@@ -143,6 +137,14 @@ class TaskRun(RunResult):
             yield Finding("On tasks", f"{self._subject()} has {named}{more}.")
 
 
+def scores_table(scores: Sequence[Score]) -> Table:
+    """Table each number with its standard error."""
+    better = {True: "higher", False: "lower", None: ""}
+    rows = [[s.task, s.name, better[s.higher_is_better], _text(s), _count(s.shots), _count(s.rows)] for s in scores]
+    head = ["task", "metric", "better", "value ± standard error", "shots", "rows"]
+    return Table("Accuracy on tasks", head, rows, left=frozenset({1, 2}))
+
+
 def _text(score: Score) -> str:
     return number(score.value) + (f" ± {number(score.stderr, 2)}" if score.stderr is not None else "")
 
@@ -170,40 +172,10 @@ def scores(results: dict[str, Any]) -> list[Score]:
     return found
 
 
-def table(found: list[Score]) -> str:
-    """The numbers as lines of at most 80 characters; a task's name and shots stand in its first line."""
-    rows = [list(_HEADS)]
-    before = None
-    for score in found:
-        stderr = ""
-        if score.stderr is not None:
-            stderr = _number(score.stderr)
-        begin = [score.task, _count(score.shots)]
-        rows.append([*begin, score.name, _number(score.value), stderr, _count(score.rows)])
-        if begin == before:
-            rows[-1][:2] = ["", ""]
-        before = begin
-    spare = WIDTH - sum(max(map(len, column)) for column in zip(*rows, strict=True)) - 2 * (len(_HEADS) - 1)
-    for column in (0, 2):  # names give way
-        longest = max(len(row[column]) for row in rows)
-        room = max(min(12, longest), longest + min(0, spare))
-        spare += longest - room
-        for row in rows:
-            if len(row[column]) > room:
-                row[column] = row[column][: room - 3] + "..."
-    return aligned(rows, left=(0, 2))
-
-
 def _count(value: int | None) -> str:
     if value is None:
         return ""
     return f"{value:,}"
-
-
-def _number(value: float) -> str:
-    if abs(value) < 1000:
-        return f"{value:.4f}"
-    return f"{value:.4g}"
 
 
 def write_results(

@@ -130,19 +130,8 @@ class Hello:
     clock: float
 
 
-@dataclass(frozen=True)
-class RankConnections:
-    """A rank that has come to rank 0: its connections, and how far its machine's clock lags behind this one's."""
-
-    hello: Hello
-    lifeline: Connection
-    commands: Connection
-    channel: Connection
-    lag: float
-
-
-class _Admitted(NamedTuple):
-    """One connection that a rank has made; `lag` as a `RankConnections` has it."""
+class Admitted(NamedTuple):
+    """One connection that a rank has made to rank 0, and how far its machine's clock lags behind this one's."""
 
     hello: Hello
     connection: Connection
@@ -174,12 +163,12 @@ class Rendezvous:
         self.location = RankLocation(torchrun.local_rank, torchrun.local_ranks, interface_of(address))
         self._store.set(KEY, json.dumps([port, self._secret.hex()]))
 
-    def accept(self) -> list[RankConnections]:
+    def accept(self) -> list[dict[Purpose, Admitted]]:
         """Wait for the other ranks; they can come once."""
         if self._listener.fileno() < 0:
             raise ValueError("the ranks that torchrun has started have served and ended; start new ones with torchrun")
         missing = {(rank, purpose) for rank in range(1, self.torchrun.ranks) for purpose in PURPOSES}
-        found: dict[tuple[int, Purpose], _Admitted] = {}
+        found: dict[tuple[int, Purpose], Admitted] = {}
         deadline = time.monotonic() + self.torchrun.patience
         try:
             with self._listener:
@@ -201,18 +190,9 @@ class Rendezvous:
             for entrant in found.values():
                 entrant.turn_away(str(error) or type(error).__name__)
             raise
-        return [
-            RankConnections(
-                hello=found[rank, "commands"].hello,
-                lifeline=found[rank, "lifeline"].connection,
-                commands=found[rank, "commands"].connection,
-                channel=found[rank, "channel"].connection,
-                lag=found[rank, "commands"].lag,
-            )
-            for rank in range(1, self.torchrun.ranks)
-        ]
+        return [{way: found[rank, way] for way in PURPOSES} for rank in range(1, self.torchrun.ranks)]
 
-    def _admit(self, connected: socket.socket) -> _Admitted | None:
+    def _admit(self, connected: socket.socket) -> Admitted | None:
         """Somebody who connected; None if they do not know the secret."""
         connection: Connection | None = None
         try:
@@ -228,7 +208,7 @@ class Rendezvous:
         finally:
             connected.close()
         assert isinstance(hello, Hello)
-        return _Admitted(hello, connection, time.monotonic() - hello.clock)
+        return Admitted(hello, connection, time.monotonic() - hello.clock)
 
     def _contradiction(self, hello: Hello, before: Hello) -> str | None:
         who = f"rank {hello.rank} on {hello.host}"

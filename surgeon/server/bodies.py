@@ -162,13 +162,10 @@ class Body(BaseModel):
             raise invalid(f"{name} {rest}", name) from None
 
     def _new_tokens(self, prompt: int, room: int) -> int:
-        if self.max_completion_tokens is None:
-            name = "max_tokens"
-        else:
+        name = "max_tokens"
+        asked = self.max_tokens
+        if self.max_completion_tokens is not None:
             name = "max_completion_tokens"
-        if self.max_completion_tokens is None:
-            asked = self.max_tokens
-        else:
             asked = self.max_completion_tokens
         most = room if asked == 0 else room - 1
         if prompt > most:

@@ -6,7 +6,7 @@ import math
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
@@ -127,12 +127,9 @@ class RunCheckpoints(TrainerCallback):
     Attributes:
         folder: of the run.
         staging: where the next one is written, until it is whole.
-        carried: files beside the checkpoints, each of which gets a copy of them as they are at its step.
         most: how many are there at most, the best one among them.
         keeps_best: whether the best weights are kept, and loaded at the end.
     """
-
-    carried: Sequence[Path] = ()
 
     def __init__(self, arguments: TrainingArguments) -> None:
         self.folder = Path(str(arguments.output_dir))
@@ -194,12 +191,10 @@ class RunCheckpoints(TrainerCallback):
     def publish(self, state: TrainerState) -> None:
         """Give the checkpoint that every process has written its name, and remove those that are not needed any more.
 
-        It is completed by the run's state, by what is carried, and at last by what belongs to it.
+        It is completed by the run's state, and at last by what belongs to it.
         """
         written = self.staging / f"checkpoint-{state.global_step}"
         state.save_to_json(str(written / STATE_FILE))
-        for path in self.carried:
-            shutil.copyfile(path, written / path.name)
         write_manifest(written)
         sync_tree(written)
         publish(written, self.folder / written.name)

@@ -26,12 +26,14 @@ from surgeon.training.checkpoints import EarlyEnd, beside_others, step_of
 from surgeon.training.distill.distiller import Distiller
 from surgeon.training.distill.teacher_logits import TeacherIdentity, keep_logits
 from surgeon.training.held_out import HeldOutQuality, Measure
-from surgeon.training.resume import TEACHER_FOLDER, alone, open_run
+from surgeon.training.resume import TEACHER_FOLDER, add_to_record, alone, open_run, read_record
 from surgeon.training.run_log import RunLog
 from surgeon.training.scope import with_chosen
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainTexts
 from surgeon.training.trainer import LossParts, ModelTrainer
+
+_BEFORE = "before"  # its training: in the record
 
 
 @dataclass(frozen=True)
@@ -166,11 +168,9 @@ def train(
         trainer = ModelTrainer(trained, arguments, text, task.held_out, task.towards)
         is_first = bool(arguments.should_save)
         tokens = settings.batch * text.window
-        log = RunLog(trainer, folder if is_first else None, checkpoint, tokens)
-        trainer.checkpoints.carried = log.files
+        log = RunLog(folder if is_first else None, tokens)
         trainer.add_callback(log)
         done = 0 if checkpoint is None else step_of(checkpoint)
-        before = None
         if is_first:
             with needs_extra("train", "training"):
                 from torch.utils.tensorboard import SummaryWriter
@@ -183,18 +183,27 @@ def train(
 
         bar = progress("training", steps, "steps", done, log.note) if is_first else nullcontext(log.advance)
         with bar as log.advance:
-            if is_first and (before := log.held_out_before()) is None:
-                before = task.held_out.measure(trained, 0)
-                log.held_out(0, 0.0, before)
+            if is_first:
+                log.before = _quality_before(folder, task.held_out, trained)
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
             trained = trainer.whole_model()
-        if trained is None or before is None:
+        if trained is None:
             return None
         step = trainer.state.global_step
         after = trainer.measured(trained)
         whole: Any = trained.get_base_model() if isinstance(trained, PeftModel) else trained
         whole.config.use_cache = caches  # which the Trainer has turned off
-        return Trained(step, step * tokens, log.seconds, task.held_out.original, before, after, trained)
+        return Trained(step, step * tokens, log.seconds, task.held_out.original, log.before, after, trained)
+
+
+def _quality_before(folder: Path, held_out: Measure, model: nn.Module) -> Quality:
+    """The quality of a model before its training, which the run's record keeps."""
+    known = read_record(folder).get(_BEFORE)
+    if known is not None:
+        return Quality.from_json(known)
+    found = held_out.measure(model, 0)
+    add_to_record(folder, {_BEFORE: found.to_json()})
+    return found
 
 
 def _share_passes(towards: LossParts | None, model: nn.Module, arguments: TrainingArguments) -> None:

@@ -64,7 +64,6 @@ class ModelTrainer(Trainer):
         order: which windows each step is made on.
         batch: how many a step has, over all processes.
         checkpoints: of the run.
-        latest: what was measured last on held-out text.
         empty: where parameters are shared out among processes, the model without numbers, to be filled with all.
     """
 
@@ -83,7 +82,6 @@ class ModelTrainer(Trainer):
         self.held_out = held_out
         self.towards = towards
         self.balance = ExpertBalance(model)
-        self.latest: Quality | None = None
         self._parts: dict[str, Tensor] = {}  # of the loss, summed over so many micro-batches since the last log
         self._counted = 0
         self._loss = torch.zeros(())  # of a step
@@ -258,10 +256,9 @@ class ModelTrainer(Trainer):
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """Measure on held-out text; every process does all of it, as sharded models need."""
-        self.latest = self.measured(self.model_wrapped)
-        metrics = {"eval_loss": math.log(self.latest.perplexity), "eval_perplexity": self.latest.perplexity}
-        if self.latest.knows("divergence"):
-            metrics["eval_divergence"] = self.latest.divergence
+        found = self.measured(self.model_wrapped)
+        known = {f"eval_{name}": value for name, value in found.estimates.items() if not math.isnan(value)}
+        metrics = {"eval_loss": math.log(found.perplexity), **known}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics

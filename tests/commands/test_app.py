@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import subprocess
 import sys
@@ -240,21 +239,3 @@ def test_what_is_missing_is_shown_in_the_whole_command(
 ) -> None:
     assert cli.main(given.split()) == 2
     assert f"; write {whole} (see surgeon {given.split()[0]} --help)" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("command", "calls", "looked"),
-    [("check", "surgeon.named.model_name", False), ("scan", "surgeon.opened.open_model", True)],
-)
-def test_short_commands_do_not_look_for_garbage(
-    command: str, calls: str, looked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[bool] = []
-
-    def stop(*_: Any, **__: Any) -> None:
-        seen.append(gc.isenabled())
-        raise ValueError("enough")
-
-    monkeypatch.setattr(calls, stop)
-    assert cli.main([command, "demo"]) == 1
-    assert (seen, gc.isenabled()) == ([looked], True)

@@ -46,9 +46,9 @@ def test_a_table_and_files(run: Run, tasks: str, tmp_path: Path, tiny_checkpoint
     out = tmp_path / "out"
     code, said, err = run("--tasks", tasks, "--num-fewshot", 1, "--limit", 2, "-o", out, "--log-samples")
     assert code == 0, err
-    *table, json_file, csv_file = said.splitlines()
-    assert table[0].split() == ["task", "shots", "metric", "value", "stderr", "n"]
-    assert [line.split()[0] for line in table if line[0] != " "][1:] == ["choices", "words", "sums"]
+    _, *table, json_file, csv_file = said.splitlines()
+    assert table[0].split() == ["task", "metric", "better", "value", "±", "standard", "error", "shots", "rows"]
+    assert list(dict.fromkeys(line.split()[0] for line in table[1:])) == ["choices", "words", "sums"]
     assert {line.split()[-1] for line in table[1:]} == {"2"}
     assert max(map(len, table)) <= 80
     assert {Path(json_file).parent, Path(csv_file).parent} == {out}

@@ -60,7 +60,6 @@ def test_options_whose_help_speaks_of_several_take_several() -> None:
         "calibrate --ranks",
         "bench --batch",
         "predict --sweep",
-        "predict --allow",
         "heal --racks",
         "heal --data",
     }

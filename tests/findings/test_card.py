@@ -93,7 +93,7 @@ def test_ranks_are_said_once_for_equal_layers(tmp_path: Path) -> None:
     parameters = [sum(p.numel() for p in surgeon.load(folder).parameters()) for folder in (tmp_path / "edited", source)]
     assert f"| parameters | {parameters[0]:,} | {parameters[1]:,} |" in text
     assert "Unmodified vLLM, without surgeon, by the modeling file in this folder:" in words
-    assert "--tensor-parallel-size 2 --trust-remote-code\n```" in text
+    assert "vllm serve edited --trust-remote-code\n```" in text
     assert "plugin" not in text
 
 
@@ -101,14 +101,13 @@ def test_ranks_are_said_once_for_equal_layers(tmp_path: Path) -> None:
     ("program", "name", "serve"),
     [
         ("A0#1 F0#20 A1 F1", "fused", "vllm serve edited --trust-remote-code"),
-        ("A0 F0#20 A1 F1", "fused", "vllm serve edited --tensor-parallel-size 2 --trust-remote-code"),
-        ("A0#1 F0#20 A1#1 F1#20", "plain", "vllm serve edited --tensor-parallel-size 2"),
+        ("A0 F0#20 A1 F1", "fused", "vllm serve edited --trust-remote-code"),
+        ("A0#1 F0#20 A1#1 F1#20", "plain", "vllm serve edited"),
         ("A0#1 F0#21 A1#1 F1#21", "plain", "vllm serve edited"),
-        ("A0#1 F0 >A1 >F1", "program", "vllm serve edited --tensor-parallel-size 2"),
+        ("A0#1 F0 >A1 >F1", "program", "vllm serve edited"),
     ],
 )
 def test_narrow_layers_are_said(program: str, name: str, serve: str, tmp_path: Path) -> None:
-    """And ranks for vLLM only where they can share them: it cuts one KV head in two where layers differ."""
     run_export(save_checkpoint(tmp_path / "tiny", num_layers=2), tmp_path / "edited", program)
     text = card_of(tmp_path / "edited")
     assert f"It is in surgeon's {name} form" in text or name == "plain"
@@ -132,7 +131,7 @@ def test_factors_that_vllm_cannot_divide_are_left_to_the_plugin(tmp_path: Path) 
     assert (
         "vLLM needs surgeon's plugin, because OPT's attention in transformers goes by the number of all heads" in words
     )
-    assert "PATH_OF_SURGEON vllm serve edited --tensor-parallel-size 2 ```" in words
+    assert "PATH_OF_SURGEON vllm serve edited ```" in words
     assert "Unmodified" not in words
 
 
@@ -174,9 +173,6 @@ def test_terms_and_names_are_carried_on(copied: Path, tmp_path: Path) -> None:
     assert "lies in this folder" not in text
 
 
-LAUGHS = "a0: &a0 [lol, lol]\n" + "".join(f"a{n}: &a{n} {{<<: {{x: *a{n - 1}, y: *a{n - 1}}}}}\n" for n in range(1, 40))
-
-
 @pytest.mark.parametrize(
     ("card", "note"),
     [
@@ -188,8 +184,7 @@ LAUGHS = "a0: &a0 [lol, lol]\n" + "".join(f"a{n}: &a{n} {{<<: {{x: *a{n - 1}, y:
         (b"---\n- a list\n---\n", "cannot be read (it is no mapping)"),
         (b"---\nlicense: \xff\n---\n", "cannot be read ('utf-8' codec"),
         (b"---\nlicense: 2023-99-12\n---\n", "cannot be read (line 2: '2023-99-12' is no valid timestamp"),
-        (b"---\nextra_gated_x: &a [*a, *a]\n---\n", "cannot be read (line 2: it has an alias to itself inside"),
-        (f"---\n{LAUGHS}license: mit\n---\n".encode(), "with its aliases written out, it has more than 10,000 entries"),
+        (b"---\nextra_gated_x: &a [*a, *a]\n---\n", "cannot be read (line 2: *a is an alias; write out what is meant"),
         (b'---\nlicense: "\\ud800"\n---\n', "cannot be read (line 2: '\\ud800' has characters that are none"),
         (b"---\nlicense: mit\n---\n" + b" " * (1 << 20), "cannot be read (the file has more than"),
     ],

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from lm_eval.loggers.evaluation_tracker import EvaluationTracker
 
-from surgeon.findings.tasks import Score, scores, table, write_results
+from surgeon.findings.tasks import Score, scores, scores_table, write_results
 from tests.quality.tasks_helpers import CHOICES, CONTINUATIONS, NUMBERS, evaluate, write_rows
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -144,17 +144,19 @@ def test_the_table() -> None:
         Score("piqa", 0, "acc_norm", "none", 0.5, None, 1838, True),
         Score("lambada", None, "perplexity", "none", 8844249.2, 12.5, 5153, False),
     ]
-    assert table(found).splitlines() == [
-        "task     shots  metric          value   stderr      n",
-        "piqa         0  acc            0.5123   0.0123  1,838",
-        "                acc_norm       0.5000           1,838",
-        "lambada         perplexity  8.844e+06  12.5000  5,153",
+    assert str(scores_table(found)).splitlines() == [
+        "Accuracy on tasks",
+        "task     metric      better  value ± standard error  shots   rows",
+        "piqa     acc         higher          0.5123 ± 0.012      0  1,838",
+        "piqa     acc_norm    higher                  0.5000      0  1,838",
+        "lambada  perplexity  lower           8,844,000 ± 12         5,153",
     ]
 
 
 @pytest.mark.parametrize(("task", "metric"), [("t" * 70, "acc"), ("t", "m" * 70), ("t" * 70, "m" * 70)])
 def test_the_table_fits_80_columns(task: str, metric: str) -> None:
-    lines = table([Score(task, 5, metric, "flexible-extract", 8844249.2, 1e9, 123456, True)]).splitlines()
+    found = Score(task, 5, metric, "flexible-extract", 8844249.2, 1e9, 123456, True)
+    lines = str(scores_table([found])).splitlines()
     assert max(map(len, lines)) <= 80
-    assert "..." in lines[1]
-    assert "8.844e+06   1e+09  123,456" in lines[1]
+    assert "..." in lines[2]
+    assert "123,456" in lines[2]

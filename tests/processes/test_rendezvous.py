@@ -76,14 +76,13 @@ def test_a_rank_joins_and_is_heard(torchrun: TorchrunEnvironment) -> None:
     assert listening_addresses() == {"127.0.0.1"}  # the store among them
     (connections,) = rendezvous.accept()
     ends = early.outcome()
-    hello = connections.hello
+    hello = connections["commands"].hello
     assert (hello.rank, hello.ranks, hello.host, hello.pid) == (1, 2, socket.gethostname(), os.getpid())
     assert hello.location == RankLocation(1, 2, interface_of("127.0.0.1"))
-    assert 0 <= connections.lag < PATIENCE  # the clocks are the same; what is left is the way here
+    assert 0 <= connections["commands"].lag < PATIENCE  # the clocks are the same; what is left is the way here
     for purpose in PURPOSES:
         ends[purpose].send_bytes(purpose.encode())
-        connection: Connection = getattr(connections, purpose)
-        assert connection.recv_bytes() == purpose.encode()
+        assert connections[purpose].connection.recv_bytes() == purpose.encode()
     with pytest.raises(ValueError, match="have served and ended"):
         rendezvous.accept()
 

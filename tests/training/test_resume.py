@@ -84,7 +84,6 @@ def test_a_folder_that_does_not_say_whose_it_is_is_refused(tmp_path: Path) -> No
 
 def test_a_finished_run_keeps_its_record_and_its_tables(tmp_path: Path) -> None:
     found = run(tmp_path)
-    (tmp_path / "teacher").mkdir()
     finish_run(tmp_path, {"steps": found.steps, "healed": found.after.to_json()})
     finish_run(tmp_path, {"steps": found.steps})
     said = record(tmp_path)

@@ -75,15 +75,10 @@ class Ends:
 
 
 class Rows:
-    """Rows of an embedding, (rows, hidden).
+    """Rows of an embedding, (rows, hidden)."""
 
-    Args:
-        whole: whether these are all that it has.
-    """
-
-    def __init__(self, weight: Tensor, whole: bool) -> None:
+    def __init__(self, weight: Tensor) -> None:
         self.weight = weight
-        self.whole = whole
         self._kernels = kernels_for(weight)
 
     def rows(self, numbers: Tensor, first: int) -> Tensor:
@@ -95,8 +90,6 @@ class Rows:
         """
         if self._kernels is not None:
             return self._kernels.rows(self.weight, numbers, first)
-        if self.whole:
-            return F.embedding(numbers, self.weight)
         return embedded_among(numbers, self.weight, first)
 
 
@@ -147,7 +140,7 @@ class Vocabulary:
             bounds = self.first, self.first
         embedding = read(source, plan, device, f"{family.embedding}.weight", bounds)
         self.like = embedding.new_empty(0)  # no view, which would keep an embedding that has been packed
-        self.embedding: Rows | Panels = Rows(embedding, whole=plan.ranks == 1)
+        self.embedding: Rows | Panels = Rows(embedding)
         self.head: Product = Transposed(embedding.t())
         if not plan.tied:
             self.head = laid_out(read(source, plan, device, f"{family.head}.weight", bounds))

@@ -182,11 +182,10 @@ class Attention:
         self.rebuild: Rebuild | None = None
         self.norms_all_heads = spec.norms_all_heads
         self.sharing = sharing
+        gains = self._head_gains(tensors, spec, plan)
         if {"k", "v"} <= maps.later:
-            gains = self._head_gains(tensors, spec, plan)
             self.rebuild = Rebuild(tensors, plan, gains[1] if gains else None, rotary)
         self.norm = norm_before(tensors, plan)
-        gains = self._head_gains(tensors, spec, plan)
         kept = gains if self.rebuild is None else gains[:1]  # keys are normed when they are rebuilt
         self.head_gain = torch.cat(kept).contiguous() if kept else None
         computed = self.qkv, self.o, self.norm

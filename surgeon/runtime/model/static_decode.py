@@ -219,21 +219,21 @@ class StaticPass:
         sent: by a replay, which does not count it.
     """
 
-    def __init__(self, size: PassSize, unread_block: int, device: torch.device, groups: int = 1) -> None:
-        """Allocate.
+    def __init__(self, size: PassSize, unread_block: int, cache: PagedCache) -> None:
+        """Allocate all that it writes to.
 
         Args:
             unread_block: that lines without a text write to.
-            groups: of the cache.
         """
         self._unread_block = unread_block
         self._blocks = size.blocks
-        columns = TABLE + groups * size.blocks
-        self._host = torch.zeros(size.texts, columns, dtype=torch.long, pin_memory=device.type == "cuda")
+        columns = TABLE + len(cache.windows) * size.blocks
+        self._host = torch.zeros(size.texts, columns, dtype=torch.long, pin_memory=cache.device.type == "cuda")
         self._lines = self._host.numpy()
-        self.inputs = self._host.to(device, copy=True)
-        self.buffers: tuple[Tensor, ...] = ()
-        self.counters: Tensor | None = None
+        self.inputs = self._host.to(cache.device, copy=True)
+        cache.buffers.reserve(size.texts * size.blocks * BLOCK_TOKENS)
+        self.buffers = cache.buffers.kept, cache.buffers.rebuilt
+        self.counters = None if cache.triton is None else cache.counters(size.texts)
         self.replay: Replay | None = None
         self.sent: Sent = Counts(), Counts()
 
@@ -312,13 +312,18 @@ class StaticDecode(Way):
             size = PassSize(size.texts, min(blocks_for(self._model.plan.max_tokens), most))
         passes = self._passes.setdefault(cache, {})
         if size not in passes:
-            passes[size] = self._allocated(size, blocks, cache)
+            passes[size] = StaticPass(size, blocks, cache)
         static = passes[size]
         static.load(rows)
         if self._recorder is None:
             return self._compute(static, cache)
         if static.replay is None:
-            static.replay = self._record(static, cache, self._recorder)
+
+            def compute() -> Outputs:
+                with self._model.counts.apart() as static.sent:  # a recorder may compute several times
+                    return self._compute(static, cache)
+
+            static.replay = self._recorder(compute)
         self._model.counts.add(static.sent)
         return static.replay()
 
@@ -327,26 +332,9 @@ class StaticDecode(Way):
         """Whether what the texts read of a cache is copied, as many blocks of each as the longest has."""
         return cache.triton is None or bool(cache.rebuilds)
 
-    @staticmethod
-    def _allocated(size: PassSize, unread_block: int, cache: PagedCache) -> StaticPass:
-        static = StaticPass(size, unread_block, cache.device, len(cache.windows))
-        cache.buffers.reserve(size.texts * size.blocks * BLOCK_TOKENS)
-        static.buffers = cache.buffers.kept, cache.buffers.rebuilt
-        static.counters = None if cache.triton is None else cache.counters(size.texts)
-        return static
-
     def _compute(self, static: StaticPass, cache: PagedCache) -> Outputs:
         layout = StaticLayout(static.inputs, cache, self._angles, static.counters)
         logits = self._model.next_logits(
             static.inputs[:, TOKEN], layout.positions, self._angles, layout.attend, layout.attend_raw
         )
         return Outputs(self._model.best_tokens(logits), logits)
-
-    def _record(self, static: StaticPass, cache: PagedCache, recorder: GraphRecorder) -> Replay:
-        """The pass's replay, with its inputs loaded; what recording computes is what the replay will compute again."""
-
-        def compute() -> Outputs:
-            with self._model.counts.apart() as static.sent:  # a recorder may compute several times
-                return self._compute(static, cache)
-
-        return recorder(compute)

@@ -171,26 +171,16 @@ def footprint(plan: Plan, source: Sizes | None = None) -> Footprint:
     rows = _vocabulary_rows(plan, matrices) + source.position_rows
     whole = _program_footprint(plan, source, rows)
     if plan.draft is not None:
-        weights = [
-            own + _numbers_beside(plan, plan.draft.plan, source, rank) * plan.dtype_bytes
-            for rank, own in enumerate(whole.weights)
-        ]
-        beside = _program_footprint(plan.draft.plan, source, 0)
-        if plan.draft.plan.coda is not None:
-            coda = _coda_footprint(plan.draft.plan.coda)
-            weights = list(map(operator.add, weights, coda.weights))
-            beside = _side_by_side(beside, coda, plan)
-        added = (tuple(kept[number] for number in own) for kept, own in zip(beside.kept, plan.draft.own, strict=True))
-        return replace(
-            whole,
-            weights=tuple(weights),
-            kept=tuple(map(operator.add, whole.kept, added)),
-            buffers=tuple(map(max, zip(whole.buffers, beside.buffers, strict=True))),
-            copies=tuple(map(max, zip(whole.copies, beside.copies, strict=True))),
-        )
-    if plan.coda is None:
-        return whole
-    return _side_by_side(whole, _coda_footprint(plan.coda), plan)
+        draft = plan.draft.plan
+        more = (_numbers_beside(plan, draft, source, rank) * plan.dtype_bytes for rank in range(plan.ranks))
+        beside = replace(_program_footprint(draft, source, 0), weights=tuple(more))
+        if draft.coda is not None:
+            beside = _side_by_side(beside, _coda_footprint(draft.coda))
+        own = (tuple(kept[number] for number in own) for kept, own in zip(beside.kept, plan.draft.own, strict=True))
+        whole = _side_by_side(whole, replace(beside, kept=tuple(own)))
+    if plan.coda is not None:
+        whole = _side_by_side(whole, _coda_footprint(plan.coda))
+    return whole
 
 
 def _coda_footprint(coda: CodaPlan) -> Footprint:
@@ -199,13 +189,13 @@ def _coda_footprint(coda: CodaPlan) -> Footprint:
     return _program_footprint(coda.plan, own, _vocabulary_rows(coda.plan, has_head))
 
 
-def _side_by_side(one: Footprint, other: Footprint, plan: Plan) -> Footprint:
-    return Footprint(
-        tuple(map(operator.add, one.weights, other.weights)),
-        tuple(map(operator.add, one.kept, other.kept)),
-        tuple(map(max, zip(one.buffers, other.buffers, strict=True))),
-        tuple(map(max, zip(one.copies, other.copies, strict=True))),
-        cache_groups(plan),
+def _side_by_side(one: Footprint, other: Footprint) -> Footprint:
+    return replace(
+        one,
+        weights=tuple(map(operator.add, one.weights, other.weights)),
+        kept=tuple(map(operator.add, one.kept, other.kept)),
+        buffers=tuple(map(max, zip(one.buffers, other.buffers, strict=True))),
+        copies=tuple(map(max, zip(one.copies, other.copies, strict=True))),
     )
 
 

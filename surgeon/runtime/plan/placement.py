@@ -59,7 +59,7 @@ def rank_work(program: Program, rank: int, ranks: int, sliced: bool = False) -> 
     slots = 0
     for step, group in _visits(program.nodes, rank, tuple(range(ranks))):
         parts = []
-        placed, sharing = _placed(step, group.index(rank), len(group), sliced)
+        placed, sharing = placed_parts(step, group.index(rank), len(group), sliced)
         sharers = tuple(group[other] for other in sharing)
         for index, sublayer in placed:
             attends = sublayer.kind == ATTENTION
@@ -107,23 +107,20 @@ def norm_sums(plan: Plan) -> int:
     return max(sum(shared(work, part) for work in own for part in work.parts) for own in works)
 
 
-def step_parts(step: Step, member: int, members: int) -> tuple[tuple[int, Sublayer], ...]:
+def placed_parts(
+    step: Step, member: int, members: int, sliced: bool = False
+) -> tuple[tuple[tuple[int, Sublayer], ...], range]:
     """What one member of a group of ranks computes of a step, with the numbers of the sublayers in the step.
 
     Sublayers of one kind are placed whole: on groups of members, one sublayer each, where there are fewer of them
     (an LP pair on two ranks: one layer per rank; on four: two ranks per layer), or several per member. Where neither
     divides, and where the kinds differ (attention || MLP, whose costs differ), every member takes a slice of each.
-    """
-    return _placed(step, member, members)[0]
-
-
-def _placed(
-    step: Step, member: int, members: int, sliced: bool = False
-) -> tuple[tuple[tuple[int, Sublayer], ...], range]:
-    """The same, and the members that compute slices of the same sublayers, this one among them.
 
     Args:
         sliced: whether every member takes a slice of each, whatever their kinds.
+
+    Returns:
+        And the members that compute slices of the same sublayers, this one among them.
     """
     sublayers = step.sublayers
     count = len(sublayers)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from surgeon.runtime.batching.blocks import BlockPool
 from surgeon.runtime.batching.request import Choice, Request
 from surgeon.runtime.batching.scheduler import Limits, Output, Scheduler
-from surgeon.runtime.batching.sequence import Row, ScheduledChunk, Wanted
+from surgeon.runtime.batching.sequence import ScheduledChunk, Wanted
 from surgeon.runtime.comm.pipes import Ring, Sender
 from surgeon.runtime.model.engine import Figures, RankEngine
 from surgeon.runtime.model.paged_cache import PagedCache
@@ -44,26 +44,6 @@ class Progress(NamedTuple):
     outputs: list[Output]
     stats: tuple[int, ...]
 
-    @classmethod
-    def of(cls, outputs: list[Output], scheduler: Scheduler, figures: Figures) -> Progress:
-        """What the starting process is told."""
-        phases = figures.prefill, figures.decode, figures.drafting
-        counts = [count for phase in phases for count in (phase.layers, phase.vocabulary)]
-        stats = (  # the fields of `Stats`, in their order; to make one would take as long as all of this
-            *vars(scheduler.tally).values(),
-            len(scheduler.running),
-            len(scheduler.waiting),
-            scheduler.pool.blocks,
-            scheduler.pool.free,
-            sum(phase.passes for phase in phases),
-            figures.drafting.passes,
-            sum(phase.halved for phase in phases),
-            sum(count.all_reduces for count in counts),
-            sum(count.all_gathers for count in counts),
-            sum(count.bytes for count in counts),
-        )
-        return cls(outputs, stats)
-
 
 class Account(NamedTuple):
     """From a rank: what its passes have cost."""
@@ -74,14 +54,6 @@ class Account(NamedTuple):
 
 
 RECORDING_SECONDS = 60.0
-
-
-class RowsToDraft(tuple[Row, ...]):
-    """To every rank but the first: the rows of a pass that drafts tokens; other rows come as a list."""
-
-
-class RowsToRecord(tuple[Row, ...]):
-    """To every rank but the first: the rows of a pass that is only to be recorded."""
 
 
 class Leader:
@@ -109,7 +81,7 @@ class Leader:
         for rows in passes:
             if time.monotonic() > end:
                 return
-            self._sender.send(RowsToRecord(rows))
+            self._sender.send(("record_ahead", rows))
             self.engine.record_ahead(rows, self.cache)
 
     def submit(self, request: Request) -> None:
@@ -133,7 +105,7 @@ class Leader:
             drafts = self._draft(chunks)
         began = time.perf_counter() - planned
         rows = [row for chunk, drafted in zip(chunks, drafts, strict=True) for row in chunk.rows(drafted)]
-        self._sender.send(rows)
+        self._sender.send(("step", rows))
         results = self.engine.step(rows, self.cache)
         chosen = self._choose(chunks, drafts, results)
         if self.scheduler.ahead is not None:
@@ -165,7 +137,7 @@ class Leader:
             going = [place for place, most in enumerate(passes) if most > number]
             began = time.perf_counter()
             rows = [row for place in going for row in chunks[place].drafting_rows(drafts[place])]
-            self._sender.send(RowsToDraft(rows))
+            self._sender.send(("draft", rows))
             results = self.engine.draft(rows, self.cache)
             asking = [place for place in going if chunks[place].drafts > number]
             drawn = [chunks[place] for place in asking if chunks[place].wanted == Wanted.LOGITS]
@@ -217,7 +189,25 @@ class Leader:
         return chosen
 
     def progress(self, outputs: list[Output]) -> Progress:
-        return Progress.of(outputs, self.scheduler, self.engine.figures)
+        """What the starting process is told."""
+        figures = self.engine.figures
+        scheduler = self.scheduler
+        phases = figures.prefill, figures.decode, figures.drafting
+        counts = [count for phase in phases for count in (phase.layers, phase.vocabulary)]
+        stats = (  # the fields of `Stats`, in their order; to make one would take as long as all of this
+            *vars(scheduler.tally).values(),
+            len(scheduler.running),
+            len(scheduler.waiting),
+            scheduler.pool.blocks,
+            scheduler.pool.free,
+            sum(phase.passes for phase in phases),
+            figures.drafting.passes,
+            sum(phase.halved for phase in phases),
+            sum(count.all_reduces for count in counts),
+            sum(count.all_gathers for count in counts),
+            sum(count.bytes for count in counts),
+        )
+        return Progress(outputs, stats)
 
     def report(self, message: Report) -> None:
         self._sender.send(message)

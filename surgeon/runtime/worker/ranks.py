@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from surgeon.processes.children import LIKELY_MEMORY, Child
-from surgeon.processes.rendezvous import RankConnections, StoreAddress, rendezvous_at, say_why
+from surgeon.processes.rendezvous import Admitted, Purpose, StoreAddress, rendezvous_at, say_why
 from surgeon.processes.torchrun import RankLocation, TorchrunEnvironment, check_ranks, read_environment
 from surgeon.runtime.comm.shared_memory import create_memory
 from surgeon.runtime.worker.options import RankOptions
@@ -123,11 +123,10 @@ class StartedRank(RankProcess):
 class JoinedRank(RankProcess):
     """A process that torchrun has started, here or on another machine; it writes to a terminal or log of its own."""
 
-    def __init__(self, connections: RankConnections) -> None:
-        hello = connections.hello
-        super().__init__(hello.rank, hello.location, hello.pid, connections.commands, hello.host)
-        self.lag = connections.lag
-        self._lifeline = connections.lifeline
+    def __init__(self, admitted: Mapping[Purpose, Admitted]) -> None:
+        hello, connection, self.lag = admitted["commands"]
+        super().__init__(hello.rank, hello.location, hello.pid, connection, hello.host)
+        self._lifeline = admitted["lifeline"].connection
 
     def gone(self) -> RankFailed:
         who = f"rank {self.rank} ({self.process})"
@@ -224,12 +223,14 @@ class Ranks(AbstractContextManager["Ranks"]):
             )
         rendezvous = rendezvous_at(torchrun)
         arrived = rendezvous.accept()
-        channel = [connections.channel.fileno() for connections in arrived]
-        joined = [JoinedRank(connections) for connections in arrived]
+        channel = [admitted["channel"].connection for admitted in arrived]
+        joined = [JoinedRank(admitted) for admitted in arrived]
         self._processes += joined
-        self._processes.insert(0, StartedRank(0, rendezvous.location, Path(self._folder.name), channel))
-        for connections in arrived:
-            connections.channel.close()  # it is rank 0's now
+        self._processes.insert(
+            0, StartedRank(0, rendezvous.location, Path(self._folder.name), [one.fileno() for one in channel])
+        )
+        for connection in channel:
+            connection.close()  # it is rank 0's now
         return rendezvous.store
 
     @property

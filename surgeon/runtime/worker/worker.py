@@ -18,7 +18,7 @@ from surgeon.runtime.batching.scheduler import Limits, Output
 from surgeon.runtime.model.engine import Figures, RankEngine
 from surgeon.runtime.model.paged_cache import PagedCache
 from surgeon.runtime.plan.specification import Plan
-from surgeon.runtime.worker.leader import Account, Cancel, Leader, Report, RowsToDraft, RowsToRecord
+from surgeon.runtime.worker.leader import Account, Cancel, Leader, Report
 from surgeon.runtime.worker.pipeline import PipelineLeader, StretchEngine, relay
 from surgeon.runtime.worker.rank import Rank
 
@@ -145,9 +145,6 @@ def follow(rank: Rank, engine: RankEngine, cache: PagedCache) -> None:
         if isinstance(message, Report):
             rank.notify(Account(message.ticket, rank.rank, engine.figures))
         else:
-            compute = {RowsToDraft: engine.draft, RowsToRecord: engine.record_ahead}.get(type(message))
-            if compute is None:
-                engine.step(list(message), cache)
-            else:
-                compute(list(message), cache)
+            compute, rows = message
+            getattr(engine, compute)(rows, cache)
             engine.pause()  # only rank 0 knows what is a wait for work

@@ -41,7 +41,7 @@ class Twin:
         self.numbers = {one: n for one, n in self.numbers.items() if not one or any(h[: len(one)] == one for h in held)}
 
     def check(self) -> None:
-        assert len(self.prefixes) == len(self.numbers) - 1
+        assert len(self.prefixes._keys) == len(self.numbers) - 1
         for path, number in self.numbers.items():
             for block in range(3):
                 assert self.prefixes.find(number, (block,)) == self.numbers.get((*path, block))
@@ -72,7 +72,7 @@ def test_nobody_has_to_hold_what_has_no_tokens() -> None:
     prefixes.hold(ROOT)
     prefixes.let_go(ROOT)
     prefixes.let_go(ROOT)
-    assert (len(prefixes), list(prefixes.path(ROOT))) == (0, [])
+    assert (len(prefixes._keys), list(prefixes.path(ROOT))) == (0, [])
 
 
 def test_blocks_are_compared_token_by_token() -> None:

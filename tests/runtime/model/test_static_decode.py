@@ -112,7 +112,7 @@ def test_attention_of_any_texts(
     for table, text, start in zip(tables, texts, starts, strict=True):
         for kept, given_ in zip(cache.slots[1], text, strict=True):
             kept[:, places_of(table, start)] = given_[:start].transpose(0, 1)
-    static = StaticPass(size, BLOCKS, torch.device("cpu"))
+    static = StaticPass(size, BLOCKS, cache)
     static.load([row(0, start, table) for start, table in zip(starts, tables, strict=True)])
     newest = torch.zeros(2, size.texts, 2, HEAD_DIM)
     newest[:, : len(starts)] = torch.stack([text[:, -1] for text in texts], 1)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from surgeon.language.program import Program, Step, steps_of
 from surgeon.language.sublayer import Sublayer
-from surgeon.runtime.plan.placement import assigned_branches, groups_within, rank_work, step_parts
+from surgeon.runtime.plan.placement import assigned_branches, groups_within, placed_parts, rank_work
 
 
 def parts(text: str, ranks: int) -> list[str]:
@@ -77,7 +77,7 @@ def test_the_members_shares_make_up_the_step(step: Step, members: int) -> None:
     fine = 840 * 6
     computed: dict[Sublayer, list[int]] = {}
     for member in range(members):
-        for number, sublayer in step_parts(step, member, members):
+        for number, sublayer in placed_parts(step, member, members)[0]:
             index, count = sublayer.piece or (0, 1)
             whole = Sublayer(sublayer.kind, sublayer.layers)
             assert (step.sublayers[number].kind, step.sublayers[number].layers) == (whole.kind, whole.layers)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from surgeon.runtime.worker.leader import RowsToDraft, RowsToRecord
 from surgeon.runtime.worker.worker import follow, keep, unload
 
 
@@ -56,7 +55,7 @@ def test_an_engine_that_is_unloaded_is_freed_and_others_stay(rank: Any) -> None:
 
 
 def test_what_followers_do_with_rows() -> None:
-    messages = iter([[1], RowsToRecord([2]), RowsToDraft([3]), None])
+    messages = iter([("step", [1]), ("record_ahead", [2]), ("draft", [3]), None])
     done: list[tuple[object, ...]] = []
     names = ("step", "record_ahead", "draft")
     ways = {name: lambda rows, _, *more, name=name: done.append((name, rows, *more)) for name in names}
