@@ -74,13 +74,6 @@ class Wrapped:
         """The stored names of the tensors that are not the text decoder's."""
         return [name for name in self.files.names() if renamed(name, self.prefixes) is None]
 
-    def stock_class(self) -> tuple[Any, Any]:
-        """The class of `transformers` that builds the whole model, and its configuration."""
-        from transformers import CONFIG_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-
-        config = CONFIG_MAPPING[self.wrapper.model_type].from_dict(self.entries)
-        return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)], config
-
     @property
     def loading(self) -> dict[str, str]:
         """What makes `transformers` load the text decoder alone: patterns of stored names, and what replaces them."""

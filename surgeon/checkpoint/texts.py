@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
+from surgeon.checkpoint.belongings import GENERATION
 from surgeon.checkpoint.load import open_stored
 from surgeon.checkpoint.read import locate, read_json
 from surgeon.checkpoint.stored import StoredModel
@@ -87,8 +88,14 @@ def open_tokenizer(model: str | Path | StoredModel) -> Any:
             "transformers, and save it), or take these tokens out of the tokenizer's files, of which "
             "tokenizer_config.json names the special ones"
         )
-    special = _special_ids(stored.folder)
-    if beyond := [f"{name} {token:,} ({file})" for file, name, token in special if token >= rows]:
+    beyond = []  # special tokens that the model's configurations name
+    for file in (stored.folder / "config.json", stored.folder / GENERATION):
+        held = read_json(file) if file.is_file() else {}
+        for name in SPECIAL_IDS:
+            value = held.get(name)
+            ids = value if isinstance(value, list) else [value]
+            beyond += [f"{name} {token:,} ({file.name})" for token in ids if type(token) is int and token >= rows]
+    if beyond:
         warnings.warn(
             f"{stored.name} names tokens beyond the {rows:,} rows of its embedding, which cannot come: "
             f"{', '.join(beyond)}; correct the numbers there",
@@ -120,16 +127,6 @@ def _leave_to_files(tokenizer: Any, folder: Path, rows: int) -> None:
 def rows_needed(tokenizer: Any) -> int:
     """How many rows an embedding needs for all ids that a tokenizer gives."""
     return 1 + int(max(tokenizer.get_vocab().values(), default=-1))
-
-
-def _special_ids(folder: Path) -> Iterator[tuple[str, str, int]]:
-    """The special tokens that a model's configurations name: in which file, as what, and their ids."""
-    for file in (folder / "config.json", folder / "generation_config.json"):
-        held = read_json(file) if file.is_file() else {}
-        for name in SPECIAL_IDS:
-            value = held.get(name)
-            ids = value if isinstance(value, list) else [value]
-            yield from ((file.name, name, token) for token in ids if type(token) is int)
 
 
 def read_tokenizer(path_or_name: str | Path) -> Any:

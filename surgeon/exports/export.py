@@ -18,7 +18,7 @@ from surgeon.beside import Background, one_at_a_time, torch_threads
 from surgeon.checkpoint.belongings import REPORT_FILE
 from surgeon.checkpoint.inherit import inherit
 from surgeon.checkpoint.read import read_json
-from surgeon.checkpoint.training import Training, layers_by_recipe, layers_of_the_original
+from surgeon.checkpoint.training import Training, layers_by_recipe
 from surgeon.checkpoint.write import FileRecord, Writing, shard_limit, split_into_shards
 from surgeon.errors import is_full_disk
 from surgeon.exports.plan import DTYPES, ExportPlan, plan_export
@@ -181,13 +181,20 @@ def edit_record(plan: ExportPlan, recipe: str | None, training: Training | None)
     }
     if training is None:
         return record
+    whose = layers_by_recipe(program, plan.program)
     return record | {
         "recipe": training.recipe,
         "source": training.source,
         "trained": training.training,
-        "stored_layers": layers_of_the_original(
-            (layer.sublayers for layer in plan.layout.layers), layers_by_recipe(program, plan.program)
-        ),
+        # For each layer, the original's layers that it is made of.
+        "stored_layers": [
+            list(
+                dict.fromkeys(
+                    of for one in layer.sublayers for at in one.layers for of in whose.get((one.kind, at), ())
+                )
+            )
+            for layer in plan.layout.layers
+        ],
     }
 
 

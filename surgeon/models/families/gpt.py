@@ -181,11 +181,6 @@ GPTJ = replace(
 )
 
 
-def _gpt_neox_variant(family: Family, config: Any) -> Family:
-    """Some models of the family run attention and MLP one after the other."""
-    return replace(family, steps_per_layer=1 if config.use_parallel_residual else 2)
-
-
 GPT_NEOX = Family(
     name="GPT-NeoX",
     model_type="gpt_neox",
@@ -225,7 +220,7 @@ GPT_NEOX = Family(
     embedding_dropout="hidden_dropout",
     heads_fill_stream=True,
     steps_per_layer=1,
-    variant=_gpt_neox_variant,
+    variant=lambda family, config: replace(family, steps_per_layer=1 if config.use_parallel_residual else 2),
 )
 
 

@@ -235,28 +235,18 @@ def _from_products(matrix: Tensor) -> tuple[Tensor, Tensor]:
     # The others are orthogonal to them but for rounding, and are found in what these leave of the matrix.
     accurate = int((values > _ACCURATE * values[0]).sum())
     vectors = vectors[:, :accurate] / values[:accurate]
-    left = _times(lines, vectors)
+    left = vectors.new_empty(len(lines), accurate)
+    for rows, block in _blocks(lines):
+        torch.mm(block, vectors, out=left[rows])
     del vectors
-    return _orthonormal_(left), values
-
-
-def _times(matrix: Tensor, other: Tensor) -> Tensor:
-    """Their product in float64."""
-    product = other.new_empty(len(matrix), other.shape[1])
-    for rows, block in _blocks(matrix):
-        torch.mm(block, other, out=product[rows])
-    return product
-
-
-def _orthonormal_(columns: Tensor) -> Tensor:
-    """The same columns, which are so but for rounding, made orthonormal where they lie (Cholesky QR)."""
-    products = columns.new_zeros(columns.shape[1], columns.shape[1])
-    for _, block in _blocks(columns):
+    # They are orthonormal but for rounding, and made so where they lie (Cholesky QR).
+    products = left.new_zeros(accurate, accurate)
+    for _, block in _blocks(left):
         products.addmm_(block.T, block)
     upper = torch.linalg.cholesky(products, upper=True)
-    for rows, block in _blocks(columns):
-        columns[rows] = torch.linalg.solve_triangular(upper, block, upper=True, left=False)
-    return columns
+    for rows, block in _blocks(left):
+        left[rows] = torch.linalg.solve_triangular(upper, block, upper=True, left=False)
+    return left, values
 
 
 def _blocks(matrix: Tensor) -> Iterator[tuple[slice, Tensor]]:
