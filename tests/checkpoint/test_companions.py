@@ -52,7 +52,7 @@ def test_what_an_export_carries_on(form: str, furnished: Path, tmp_path: Path) -
     words = str(told[0].message)
     assert "notes.txt" in words
     assert "optimizer.pt" not in words  # which nobody misses
-    assert "layers_own.py, modeling_own.py (code, in whose place" in words
+    assert "layers_own.py, modeling_own.py (code that reads no" in words
     assert verify(target, target / "surgeon.json") > len(BECOMES) // 2
     assert "modeling_own" not in (target / "config.json").read_text()
     tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=False, config=open_model(furnished).config)
