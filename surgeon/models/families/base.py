@@ -42,12 +42,20 @@ class Factor:
         return factor
 
 
+def _unvaried(family: Family, _: Any) -> Family:
+    return family
+
+
 def _nothing_else(*_: Any) -> dict[str, Any]:
     return {}
 
 
 def _none(_: Any) -> None:
     return None
+
+
+def _not(_: Any) -> bool:
+    return False
 
 
 @dataclass(frozen=True)
@@ -176,13 +184,13 @@ class Family:
     bound: Callable[[Any], float | None] = _none
     query_growth: Callable[[Any], Growth | None] = _none
     grows_unturned: bool = False
-    plain_head_norms: Callable[[Any], bool] = lambda _: False
+    plain_head_norms: Callable[[Any], bool] = _not
     output_scale: Scale = _none
     logit_scale: Scale = _none
     head_norm_turns: bool = False
     arguments: tuple[str, ...] = ()
     returns_tuple: bool = False
-    variant: Callable[[Family, Any], Family] = lambda family, _: family
+    variant: Callable[[Family, Any], Family] = _unvaried
     follow: Callable[[Any, Sequence[int]], dict[str, Any]] = _nothing_else
     follow_mlp: Callable[[Any, Sequence[int]], dict[str, Any]] = _nothing_else
     follow_width: Callable[[Any, int], dict[str, Any]] = _nothing_else

@@ -41,6 +41,10 @@ def _scale(config: Any) -> float | None:
     return float(more**2 * (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5)
 
 
+def _shared_neurons(config: Any) -> int:
+    return int(config.moe_intermediate_size * config.n_shared_experts)
+
+
 def _routing(config: Any) -> Routing:
     return Routing(
         int(config.num_experts_per_tok),
@@ -87,7 +91,7 @@ _ROUTED = replace(
     count="n_routed_experts",
     routing=_routing,
     correction="mlp.gate.e_score_correction_bias",
-    shared=lambda config: int(config.moe_intermediate_size * config.n_shared_experts),
+    shared=_shared_neurons,
 )
 _MIXTURE = replace(
     MIXTURE,

@@ -1,6 +1,7 @@
 """GPT-2 and those after it: GPT-Neo, GPT-J, GPT-NeoX, Falcon."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -73,6 +74,14 @@ GPT2 = Family(
 )
 
 
+def _follow(config: Any, sources: Sequence[int]) -> dict[str, Any]:
+    return {"attention_types": [[[config.attention_layers[k]], 1] for k in sources]}
+
+
+def _gpt_neo_attention_scale(_: Any) -> float:
+    return 1.0
+
+
 GPT_NEO = Family(
     name="GPT-Neo",
     model_type="gpt_neo",
@@ -114,10 +123,10 @@ GPT_NEO = Family(
     embedding_dropout="embed_dropout",
     layer_counts=("num_hidden_layers", "num_layers", "attention_types"),
     layer_lists=("layer_types", "attention_layers"),
-    attention_scale=lambda _: 1.0,
+    attention_scale=_gpt_neo_attention_scale,
     heads_fill_stream=True,
     returns_tuple=True,
-    follow=lambda config, sources: {"attention_types": [[[config.attention_layers[k]], 1] for k in sources]},
+    follow=_follow,
 )
 
 
@@ -181,6 +190,11 @@ GPTJ = replace(
 )
 
 
+def _gpt_neox_variant(family: Family, config: Any) -> Family:
+    """Some models of the family run attention and MLP one after the other."""
+    return replace(family, steps_per_layer=1 if config.use_parallel_residual else 2)
+
+
 GPT_NEOX = Family(
     name="GPT-NeoX",
     model_type="gpt_neox",
@@ -220,7 +234,7 @@ GPT_NEOX = Family(
     embedding_dropout="hidden_dropout",
     heads_fill_stream=True,
     steps_per_layer=1,
-    variant=lambda family, config: replace(family, steps_per_layer=1 if config.use_parallel_residual else 2),
+    variant=_gpt_neox_variant,
 )
 
 

@@ -1,11 +1,20 @@
 """gpt-oss: mixtures of experts with biases and clamped gates, and attentions whose heads have sinks."""
 
 from dataclasses import replace
+from typing import Any
 
 from surgeon.models.families.llama import LLAMA
 from surgeon.models.families.mixtures import MIXTURE, ROUTED
 from surgeon.models.families.specs import Projection
 from surgeon.models.routing import Routing
+
+
+def _routing(config: Any) -> Routing:
+    return Routing(int(config.num_experts_per_tok), "softmax of chosen")
+
+
+def _clamped_gate(config: Any) -> tuple[float, float]:
+    return float(config.swiglu_alpha), float(config.swiglu_limit)
 
 
 def _stored_as_computed(one: Projection) -> Projection:
@@ -27,10 +36,10 @@ GPT_OSS = replace(
             ROUTED,
             router="mlp.router",
             count="num_local_experts",
-            routing=lambda config: Routing(int(config.num_experts_per_tok), "softmax of chosen"),
+            routing=_routing,
             counts=("mlp.experts.num_experts", "mlp.router.num_experts"),
             top_k=("mlp.router.top_k",),
-            clamped_gate=lambda config: (float(config.swiglu_alpha), float(config.swiglu_limit)),
+            clamped_gate=_clamped_gate,
         ),
     ),
     window="sliding_window",

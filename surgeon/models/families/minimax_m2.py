@@ -1,11 +1,17 @@
 """MiniMax-M2: Mixtral's files, norms of all queries and all keys as OLMoE's, and a router as DeepSeek-V3's."""
 
 from dataclasses import replace
+from typing import Any
 
 from surgeon.models.families.llama import LLAMA
 from surgeon.models.families.mistral import MIXTRAL
 from surgeon.models.families.olmo import OLMOE
 from surgeon.models.routing import Routing
+
+
+def _routing(config: Any) -> Routing:
+    return Routing(int(config.num_experts_per_tok), "sigmoid", normalise=True)
+
 
 assert MIXTRAL.mixture is not None
 MINIMAX_M2 = replace(
@@ -16,11 +22,7 @@ MINIMAX_M2 = replace(
     attention=OLMOE.attention,
     mlp=replace(
         MIXTRAL.mlp,
-        mixture=replace(
-            MIXTRAL.mixture,
-            routing=lambda config: Routing(int(config.num_experts_per_tok), "sigmoid", normalise=True),
-            correction="mlp.e_score_correction_bias",
-        ),
+        mixture=replace(MIXTRAL.mixture, routing=_routing, correction="mlp.e_score_correction_bias"),
     ),
     stored_names=MIXTRAL.stored_names,
     partly_rotary=True,

@@ -43,6 +43,10 @@ MINISTRAL3 = replace(
 )
 
 
+def _routing(config: Any) -> Routing:
+    return Routing(int(config.num_experts_per_tok), normalise=True)
+
+
 MIXTRAL = replace(
     LLAMA,
     name="Mixtral",
@@ -51,11 +55,7 @@ MIXTRAL = replace(
     mlp=replace(
         MIXTURE,
         projections=stacked_experts("w1", "w3", "w2"),
-        mixture=replace(
-            ROUTED,
-            count="num_local_experts",
-            routing=lambda config: Routing(int(config.num_experts_per_tok), normalise=True),
-        ),
+        mixture=replace(ROUTED, count="num_local_experts", routing=_routing),
     ),
     stored_names=(("mlp.", "block_sparse_moe."),),
     window="sliding_window",

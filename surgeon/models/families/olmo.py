@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from surgeon.models.families.base import Family
 from surgeon.models.families.llama import LLAMA
 from surgeon.models.families.mixtures import MIXTURE
 
@@ -76,11 +77,15 @@ OLMOE = replace(
 )
 
 
+def _variant(family: Family, config: Any) -> Family:
+    return replace(family, rotary_in_windows=config.sliding_window is not None)
+
+
 EXAONE4 = replace(
     OLMO3,
     name="EXAONE-4",
     model_type="exaone4",
     summary=("norms behind sublayers only, norms of heads; where some layers have windows, only these have positions."),
     attention=replace(OLMO3.attention, norms_all_heads=False),
-    variant=lambda family, config: replace(family, rotary_in_windows=config.sliding_window is not None),
+    variant=_variant,
 )

@@ -102,6 +102,10 @@ def _numbers(config: Any) -> int:
     return int(projected + mixed * config.linear_conv_kernel_dim + 2 * heads + width)
 
 
+def _shared_neurons(config: Any) -> int:
+    return int(config.shared_expert_intermediate_size)
+
+
 def with_linear_layers(family: Family, config: Any, linear: SublayerSpec) -> Family:
     """A family whose configuration says which layers have linear attention."""
     layers = [layer for layer, kind in enumerate(config.layer_types) if kind == "linear_attention"]
@@ -109,6 +113,10 @@ def with_linear_layers(family: Family, config: Any, linear: SublayerSpec) -> Fam
 
 
 _QWEN3_NEXT_LINEAR = linear_attention("in_proj_qkvz", "in_proj_ba")
+
+
+def _qwen3_next_variant(family: Family, config: Any) -> Family:
+    return with_linear_layers(QWEN3_MOE.variant(family, config), config, _QWEN3_NEXT_LINEAR)
 
 
 WEIGHED = replace(
@@ -119,11 +127,7 @@ WEIGHED = replace(
         Projection("shared_up", "mlp.shared_expert.up_proj", "shared_neurons"),
         Projection("shared_down", "mlp.shared_expert.down_proj", "shared_neurons", reads_stream=False),
     ),
-    mixture=replace(
-        ROUTED,
-        shared_router="mlp.shared_expert_gate",
-        shared=lambda config: int(config.shared_expert_intermediate_size),
-    ),
+    mixture=replace(ROUTED, shared_router="mlp.shared_expert_gate", shared=_shared_neurons),
 )
 
 QWEN3_NEXT = replace(
@@ -138,11 +142,23 @@ QWEN3_NEXT = replace(
     unit_offset=True,
     partly_rotary=True,
     window=None,
-    variant=lambda family, config: with_linear_layers(QWEN3_MOE.variant(family, config), config, _QWEN3_NEXT_LINEAR),
+    variant=_qwen3_next_variant,
 )
 
 
 _QWEN3_5_LINEAR = linear_attention("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+
+
+def _qwen3_5_variant(family: Family, config: Any) -> Family:
+    return with_linear_layers(family, config, _QWEN3_5_LINEAR)
+
+
+def _routing(config: Any) -> Routing:
+    return Routing(int(config.num_experts_per_tok), normalise=True)
+
+
+def _unfusable(_: Any) -> str:
+    return "layers stored side by side have neither linear attention nor gates behind their heads"
 
 
 QWEN3_5 = replace(
@@ -155,8 +171,8 @@ QWEN3_5 = replace(
     partly_rotary=True,
     window=None,
     window_layers=None,
-    variant=lambda family, config: with_linear_layers(family, config, _QWEN3_5_LINEAR),
-    unfusable=lambda _: "layers stored side by side have neither linear attention nor gates behind their heads",
+    variant=_qwen3_5_variant,
+    unfusable=_unfusable,
 )
 assert WEIGHED.mixture is not None
 QWEN3_5_MOE = replace(
@@ -164,12 +180,7 @@ QWEN3_5_MOE = replace(
     name="Qwen3.5-MoE",
     model_type="qwen3_5_moe_text",
     summary="Qwen3-Next with dense MLPs or with mixtures in all layers, its projections unpacked.",
-    mlp=replace(
-        WEIGHED,
-        mixture=replace(
-            WEIGHED.mixture, routing=lambda config: Routing(int(config.num_experts_per_tok), normalise=True)
-        ),
-    ),
+    mlp=replace(WEIGHED, mixture=replace(WEIGHED.mixture, routing=_routing)),
     intermediate="moe_intermediate_size",
 )
 
