@@ -20,10 +20,9 @@ from surgeon.checkpoint.stored import StoredModel
 from surgeon.errors import did_you_mean, shown
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, read_recipe
-from surgeon.models.edit import check_layers, edit
+from surgeon.models.edit import check_layers, edit, recipe_program
 from surgeon.models.families import family_of
 from surgeon.models.families.positions import longest_text
-from surgeon.models.recipe_program import recipe_program
 from surgeon.models.shapes import ModelShapes
 from surgeon.models.weights import FactorSource
 from surgeon.named import is_program, is_recipe, model_name, name_of, on_disk

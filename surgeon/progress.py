@@ -96,41 +96,27 @@ def _bar(what: str, total: float | None, done: float, note: Callable[[], str]) -
 
 @contextmanager
 def _lines(what: str, total: float | None, unit: str, done: float, note: Callable[[], str]) -> Iterator[Advance]:
-    lines = _Lines(what, total, unit, done, note)
-    yield lines.advance
-    lines.end()
-
-
-class _Lines:
     """A line now and then."""
+    first = done
+    begun = shown = time.monotonic()
 
-    def __init__(self, what: str, total: float | None, unit: str, done: float, note: Callable[[], str]) -> None:
-        self.what = what
-        self.total = total
-        self.unit = unit
-        self.note = note
-        self.first = self.done = done
-        self.begun = self.shown = time.monotonic()
-
-    def advance(self, amount: float) -> None:
-        self.done += amount
+    def advance(amount: float) -> None:
+        nonlocal done, shown
+        done += amount
         now = time.monotonic()
-        if now - self.shown < SECONDS_BETWEEN_LINES or self.done <= self.first:
+        if now - shown < SECONDS_BETWEEN_LINES or done <= first:
             return
-        self.shown = now
-        if self.total is None:
-            self._print(", ".join(filter(None, [f"{self.done:,.0f} {self.unit}", self.note()])))
+        shown = now
+        if total is None:
+            said = [f"{done:,.0f} {unit}", note()]
         else:
-            self.done = min(self.total, self.done)  # a resumed run may do a little twice
-            left = (now - self.begun) * (self.total - self.done) / (self.done - self.first)
-            share = f"{self.done / max(self.total, 1):4.0%} of {self.total:,.0f} {self.unit}"
-            self._print(", ".join(filter(None, [share, f"{clock(left)} left", self.note()])))
+            done = min(total, done)  # a resumed run may do a little twice
+            left = (now - begun) * (total - done) / (done - first)
+            said = [f"{done / max(total, 1):4.0%} of {total:,.0f} {unit}", f"{clock(left)} left", note()]
+        print(f"{what}: {', '.join(filter(None, said))}", file=sys.stderr, flush=True)
 
-    def end(self) -> None:
-        self._print(f"done, {clock(time.monotonic() - self.begun)}")
-
-    def _print(self, text: str) -> None:
-        print(f"{self.what}: {text}", file=sys.stderr, flush=True)
+    yield advance
+    print(f"{what}: done, {clock(time.monotonic() - begun)}", file=sys.stderr, flush=True)
 
 
 def clock(seconds: float) -> str:

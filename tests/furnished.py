@@ -7,7 +7,7 @@ from pathlib import Path
 
 # By name: the forms that have the file, as it was, or why none has it.
 ALL = ("plain", "fused", "program")
-UNKNOWN, CODE = "not known to belong to a model", "code, in whose place others have classes of their own"
+UNKNOWN, CODE = "not known to belong to a model", "code that reads no texts or images"
 TRAINING, WEIGHTS = "of training", "other weights"
 BECOMES: dict[str, tuple[str, ...] | str] = {
     "tokenizer.json": ALL,

@@ -40,8 +40,7 @@ from surgeon.checkpoint.read import Checkpoint, locate
 from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, parse_recipe
-from surgeon.models.edit import edit
-from surgeon.models.recipe_program import recipe_program
+from surgeon.models.edit import edit, recipe_program
 from surgeon.processes.files import write_json, write_table
 from surgeon.provenance import provenance
 from surgeon.quality.data import DEMO, load_windows

@@ -43,8 +43,7 @@ from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.edit import program_of
 from surgeon.models.weights import Factors, FactorSource
-from surgeon.models.weights.decompose import truncation_loss
-from surgeon.models.weights.whitening import SecondMoment
+from surgeon.models.weights.decompose import SecondMoment, truncation_loss
 from surgeon.processes.files import write_json, write_table
 from surgeon.quality.data import Windows
 from surgeon.quality.summary import estimate

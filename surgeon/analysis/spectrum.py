@@ -33,8 +33,7 @@ from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.edit import as_stored, program_of
 from surgeon.models.families import family_of
-from surgeon.models.weights.decompose import Decomposition, decompose, truncate
-from surgeon.models.weights.whitening import SecondMoment, Whitening, whiten
+from surgeon.models.weights.decompose import Decomposition, SecondMoment, Whitening, decompose, truncate, whiten
 from surgeon.progress import Advance, progress
 from surgeon.quality.data import Windows
 from surgeon.quality.summary import ESTIMATE_COLUMNS, estimate, perplexity, perplexity_interval

@@ -21,7 +21,7 @@ class FileKind(Enum):
     TOKENIZER = "of the tokenizer"
     SETTINGS = "settings"
     TERMS = "terms of use"
-    CODE = "code, in whose place others have classes of their own"
+    CODE = "code that reads no texts or images"
     WEIGHTS = "other weights"
     TRAINING = "of training"
     CODAS = "of these weights alone"

@@ -14,7 +14,7 @@ from surgeon.checkpoint.stored import StoredModel
 from surgeon.checkpoint.training import is_no_source
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, read_recipe
-from surgeon.models.recipe_program import recipe_program
+from surgeon.models.edit import recipe_program
 from surgeon.named import is_recipe, name_of
 from surgeon.words import plural
 

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from surgeon.checkpoint.imported import uniform
-from surgeon.checkpoint.read import Checkpoint, read_json
+from surgeon.checkpoint.read import Checkpoint, Wrapped, read_json
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.checkpoint.tensor_file import Entry, TensorFiles
-from surgeon.checkpoint.wrapped import Wrapped
 from surgeon.errors import first_line
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.families import Family

@@ -10,7 +10,8 @@ import copy
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -31,14 +32,73 @@ from surgeon.checkpoint.imported import (
 )
 from surgeon.checkpoint.offline import fetching
 from surgeon.checkpoint.tensor_file import Derived, TensorFiles, blocks_of, parse_json
-from surgeon.checkpoint.wrapped import Wrapped
 from surgeon.demo import demo_model
 from surgeon.errors import shown
 from surgeon.models.families import FAMILIES
 from surgeon.models.weights import Names
 from surgeon.models.weights.quantised import Quantised, quantised_matrices
-from surgeon.models.wrappers import wrapper_of
+from surgeon.models.wrappers import Prefixes, Wrapper, renamed, wrapper_of
 from surgeon.named import HOW_TO_NAME, hub_name, on_disk
+
+TIED = "tie_word_embeddings"
+# Entries of a parsed configuration that are not of the decoder alone, or say how it was read.
+_NOT_OF_THE_TEXT = frozenset(("model_type", "architectures", "transformers_version", "_name_or_path", "dtype", TIED))
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """A folder's text decoder inside its wrapper.
+
+    Attributes:
+        files: all tensors of the folder, by the names that they are stored under.
+        entries: its config.json.
+    """
+
+    wrapper: Wrapper
+    files: TensorFiles
+    entries: dict[str, Any]
+
+    @cached_property
+    def prefixes(self) -> Prefixes:
+        """How its files call the text decoder's tensors."""
+        return self.wrapper.prefixes_among(self.files.names())
+
+    def stored_name(self, name: str) -> str:
+        """What files in this folder's way call a tensor of the text decoder."""
+        found = renamed(name, [(own, stored) for stored, own in self.prefixes])
+        assert found is not None, name
+        return found
+
+    @property
+    def around(self) -> list[str]:
+        """The stored names of the tensors that are not the text decoder's."""
+        return [name for name in self.files.names() if renamed(name, self.prefixes) is None]
+
+    @property
+    def loading(self) -> dict[str, str]:
+        """What makes `transformers` load the text decoder alone: patterns of stored names, and what replaces them."""
+        return {f"^{stored.replace('.', '[.]')}": own for stored, own in self.prefixes if stored != own}
+
+    def around_text(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """config.json of the same wrapper around another text decoder.
+
+        What does not differ from this one's stays as it is written here: entries may have more to say than a text needs
+        (positions in images), or leave out what is the default.
+
+        Args:
+            config: the entries of a causal language model's config.json.
+        """
+        from transformers import CONFIG_MAPPING  # takes a second, and who only reads does without
+
+        before = self.wrapper.text_entries(self.entries)
+        read = CONFIG_MAPPING[before["model_type"]].from_dict
+        old, new = (read(dict(one)).to_dict() for one in (before, config))
+        changed = {key: new[key] for key in new.keys() - _NOT_OF_THE_TEXT if key not in old or old[key] != new[key]}
+        entries = self.entries | {self.wrapper.text: self.entries[self.wrapper.text] | changed}
+        if before[TIED] == config.get(TIED, before[TIED]):
+            return entries
+        return entries | {TIED: config[TIED]}
+
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -147,7 +207,8 @@ class Checkpoint(TensorFiles):
         if (wrapper := wrapper_of(entries)) is not None:
             self.config = wrapper.text_entries(entries)
             self.wrapped = Wrapped(wrapper, copy.copy(self), entries)
-            self._keep(self.wrapped.text_names())
+            found = {renamed(name, self.wrapped.prefixes): name for name in self.names()}
+            self._keep({own: name for own, name in found.items() if own is not None})
         self._take_in()
         self.raw = self.as_stored()
         self.quantised = quantised_matrices(self.raw, entries.get(QUANTIZATION) or self.config.get(QUANTIZATION))

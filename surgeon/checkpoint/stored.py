@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from surgeon.checkpoint.belongings import REPORT_FILE
-from surgeon.checkpoint.read import Checkpoint, read_json
+from surgeon.checkpoint.read import Checkpoint, Wrapped, read_json
 from surgeon.checkpoint.training import is_no_source, lacking
-from surgeon.checkpoint.wrapped import Wrapped
 from surgeon.errors import shown
 from surgeon.gpus import gpu_with_room
 from surgeon.language.program import Program

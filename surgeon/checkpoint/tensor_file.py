@@ -176,11 +176,7 @@ class TensorFiles:
     def as_stored(self) -> TensorFiles:
         """The same tensors without what a subclass makes of them."""
         same = TensorFiles()
-        same.where = self.where
-        same.files = self.files
-        same._entries = self._entries
-        same._stored_names = self._stored_names
-        same._derived = self._derived
+        vars(same).update({name: vars(self)[name] for name in vars(same)})
         return same
 
     def names(self) -> list[str]:

@@ -3,19 +3,57 @@
 from __future__ import annotations
 
 import json
+import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from surgeon.checkpoint.encoding import Encoder
+from surgeon.checkpoint.belongings import GENERATION
 from surgeon.checkpoint.load import open_stored
 from surgeon.checkpoint.read import locate, read_json
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.words import first_few
+
+LONG_CHARACTERS = 1 << 17  # texts beyond are tokenized one at a time, so that they do not fill the memory together
+CANONICAL = 4  # code points that become one at most as texts are normalised
+
+
+class Encoder:
+    """A tokenizer of `transformers` that several threads may use."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        tokenizer("a")  # which forgets the truncation and padding that its file may ask for
+        self._fast = bool(tokenizer.is_fast)
+        self._lock = threading.Lock()  # of a tokenizer in Python, about which nobody knows
+        self._long = threading.Lock()
+        self._longest = max(map(len, tokenizer.get_vocab()), default=1)
+
+    def most_characters(self, tokens: int) -> int:
+        """How long a text may be to be tokenized where so many tokens fit: all of them the longest there are."""
+        return CANONICAL * self._longest * tokens
+
+    def __call__(self, text: str, special: bool = True) -> list[int]:
+        """The token ids of a text.
+
+        Args:
+            special: whether to add what the model's texts begin and end with.
+        """
+        alone: AbstractContextManager[object] = self._long if len(text) > LONG_CHARACTERS else nullcontext()
+        with alone:
+            if self._fast:
+                # The only call that leaves other threads running, and it keeps no places of tokens.
+                batch = self.tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=special)
+                ids: list[int] = batch[0].ids
+                return ids
+            with self._lock:
+                return list(self.tokenizer(text, add_special_tokens=special).input_ids)
+
 
 CONTEXT = 16  # earlier tokens decoded with the new ones, because tokenizers write a text's first token differently
 MOST_CONTEXT = 4 * CONTEXT
@@ -50,8 +88,14 @@ def open_tokenizer(model: str | Path | StoredModel) -> Any:
             "transformers, and save it), or take these tokens out of the tokenizer's files, of which "
             "tokenizer_config.json names the special ones"
         )
-    special = _special_ids(stored.folder)
-    if beyond := [f"{name} {token:,} ({file})" for file, name, token in special if token >= rows]:
+    beyond = []  # special tokens that the model's configurations name
+    for file in (stored.folder / "config.json", stored.folder / GENERATION):
+        held = read_json(file) if file.is_file() else {}
+        for name in SPECIAL_IDS:
+            value = held.get(name)
+            ids = value if isinstance(value, list) else [value]
+            beyond += [f"{name} {token:,} ({file.name})" for token in ids if type(token) is int and token >= rows]
+    if beyond:
         warnings.warn(
             f"{stored.name} names tokens beyond the {rows:,} rows of its embedding, which cannot come: "
             f"{', '.join(beyond)}; correct the numbers there",
@@ -83,16 +127,6 @@ def _leave_to_files(tokenizer: Any, folder: Path, rows: int) -> None:
 def rows_needed(tokenizer: Any) -> int:
     """How many rows an embedding needs for all ids that a tokenizer gives."""
     return 1 + int(max(tokenizer.get_vocab().values(), default=-1))
-
-
-def _special_ids(folder: Path) -> Iterator[tuple[str, str, int]]:
-    """The special tokens that a model's configurations name: in which file, as what, and their ids."""
-    for file in (folder / "config.json", folder / "generation_config.json"):
-        held = read_json(file) if file.is_file() else {}
-        for name in SPECIAL_IDS:
-            value = held.get(name)
-            ids = value if isinstance(value, list) else [value]
-            yield from ((file.name, name, token) for token in ids if type(token) is int)
 
 
 def read_tokenizer(path_or_name: str | Path) -> Any:

@@ -7,7 +7,7 @@ configuration of a model from scratch, says, with the layers under other numbers
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -154,16 +154,3 @@ def _shape(sublayer: Sublayer) -> tuple[Any, ...]:
 
 def _differ(asked: Node, found: Node) -> NotProven:
     return NotProven(f"the model does not run the recipe's program: where that has {asked}, it has {found}")
-
-
-def layers_of_the_original(stored: Iterable[Sequence[Sublayer]], whose: Whose) -> list[list[int]]:
-    """For each layer of a checkpoint, the original's layers that it is made of.
-
-    Args:
-        stored: the sublayers of each layer, over the layers that the model has in memory.
-    """
-    found = []
-    for sublayers in stored:
-        pairs = [(sublayer.kind, place) for sublayer in sublayers for place in sublayer.layers]
-        found.append(list(dict.fromkeys(of for pair in pairs for of in whose.get(pair, ()))))
-    return found

@@ -275,8 +275,7 @@ def _warn(sampling: Sampling, defaults: Defaults) -> None:
 
 def _encode(model: Model, prompts: Mapping[str, str], most: int) -> list[list[int]]:
     """The token ids of the prompts, at most so many of each; an error says where a prompt stands, if there are more."""
-    from surgeon.checkpoint.encoding import Encoder
-    from surgeon.checkpoint.texts import encode
+    from surgeon.checkpoint.texts import Encoder, encode
 
     encoder = Encoder(model.tokenizer)
     found = []

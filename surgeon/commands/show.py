@@ -45,7 +45,7 @@ def show(
     from surgeon.checkpoint.belongings import REPORT_FILE
     from surgeon.checkpoint.describe import describe
     from surgeon.checkpoint.read import locate
-    from surgeon.checkpoint.verify import verify as verify_files
+    from surgeon.checkpoint.write import verify as verify_files
     from surgeon.named import is_recipe
 
     if output is not None and output.suffix.lower() != ".png":

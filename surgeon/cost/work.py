@@ -18,7 +18,7 @@ from surgeon.cost.collectives import Operation
 from surgeon.cost.kernels import Kernel, Numbers
 from surgeon.language.program import Fork, Step
 from surgeon.language.sublayer import ATTENTION, Sublayer
-from surgeon.models.latent import Latent
+from surgeon.models.families.specs import Latent
 from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.model.outputs import summed_apart, summed_in_rank_space
 from surgeon.runtime.plan.placement import Group, Part, Work, computed_of, whole_experts

@@ -7,7 +7,7 @@ so that peft puts it onto what `transformers` loads.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -85,10 +85,23 @@ def export_with_adapter(
         state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
         save_file(_renamed(state, names), partial / ADAPTER / ADAPTER_FILE, metadata={"format": "pt"})
         own = {written: lora[path] for path, all_of_it in names.items() for written in all_of_it}
-        ranks, alphas = (
-            {path: getattr(one, which)[name] for path, one in own.items()} for which in ("r", "lora_alpha")
+        # Modules by their whole names: patterns may fit others there.
+        written = replace(
+            config,
+            base_model_name_or_path=BASE,
+            inference_mode=True,
+            target_modules=sorted(own),
+            exclude_modules=None,
+            layers_to_transform=None,
+            layers_pattern=None,
+            rank_pattern={f"^{re.escape(path)}": one.r[name] for path, one in own.items() if one.r[name] != config.r},
+            alpha_pattern={
+                f"^{re.escape(path)}": one.lora_alpha[name]
+                for path, one in own.items()
+                if one.lora_alpha[name] != config.lora_alpha
+            },
         )
-        on_modules(config, BASE, ranks, alphas).save_pretrained(str(partial / ADAPTER))
+        written.save_pretrained(str(partial / ADAPTER))
         _prove(model, partial)
     return proof
 
@@ -163,30 +176,6 @@ def _renamed(state: dict[str, Tensor], names: Names) -> dict[str, Tensor]:
     if not found:
         raise ValueError("the adapter lies on no module that the program runs, so there is nothing to keep")
     return found
-
-
-def on_modules(config: LoraConfig, base: str, ranks: Mapping[str, int], alphas: Mapping[str, float]) -> LoraConfig:
-    """An adapter's configuration with its modules by their whole names: patterns may fit others there.
-
-    Args:
-        base: what it lies on.
-        ranks, alphas: by module; those that are not the configuration's own are said of each alone.
-    """
-
-    def others(values: Mapping[str, Any], usual: float) -> dict[str, Any]:
-        return {f"^{re.escape(path)}": value for path, value in values.items() if value != usual}
-
-    return replace(
-        config,
-        base_model_name_or_path=base,
-        inference_mode=True,
-        target_modules=sorted(ranks),
-        exclude_modules=None,
-        layers_to_transform=None,
-        layers_pattern=None,
-        rank_pattern=others(ranks, config.r),
-        alpha_pattern=others(alphas, config.lora_alpha),
-    )
 
 
 def _prove(model: PeftModel, folder: Path) -> None:

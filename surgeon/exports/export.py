@@ -6,27 +6,35 @@ import shutil
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedConfig
 
 from surgeon.beside import Background, one_at_a_time, torch_threads
-from surgeon.checkpoint.tokenizer import keep_tokenizer_class
-from surgeon.checkpoint.training import Training
-from surgeon.checkpoint.write import Writing, shard_limit, split_into_shards
+from surgeon.checkpoint.belongings import REPORT_FILE
+from surgeon.checkpoint.inherit import inherit
+from surgeon.checkpoint.read import read_json
+from surgeon.checkpoint.training import Training, layers_by_recipe
+from surgeon.checkpoint.write import FileRecord, Writing, shard_limit, split_into_shards
 from surgeon.errors import is_full_disk
 from surgeon.exports.plan import DTYPES, ExportPlan, plan_export
 from surgeon.exports.prove import Proof, prove, reference_of, require_alike
-from surgeon.exports.report import edit_record, write_report
 from surgeon.exports.staging import check_target, staged
 from surgeon.findings.card import write_card
 from surgeon.findings.measured import CardScore
+from surgeon.opened import Model
 from surgeon.processes.files import check_space, show_bytes, write_json
 from surgeon.processes.folders import scratch
 from surgeon.progress import Advance, stretch
+from surgeon.provenance import versions
+from surgeon.version import __version__
 
 __all__ = ["DTYPES", "ExportPlan", "plan_export", "write_export"]
+TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 def write_export(
@@ -128,3 +136,97 @@ def check_apart(source: Path, target: Path) -> None:
     second = target.resolve()
     if first == second or first in second.parents or second in first.parents:
         raise ValueError(f"the target {target} and the model's folder {source} must lie apart; choose another target")
+
+
+def keep_tokenizer_class(folder: Path, config: Any) -> None:
+    """Make `AutoTokenizer` open a written checkpoint's tokenizer in the class that it takes for the original.
+
+    It goes by the model type where the tokenizer's files name no class (GPT-2's own do not), or one that is known to
+    be wrong for that type (Phi3's); a type of the checkpoint's own would get another class, and so other tokens.
+    Where there is no tokenizer that can be read, nothing is changed.
+
+    Args:
+        folder: with config.json and the copied tokenizer files; tokenizer_config.json is rewritten if need be.
+        config: the original's, as `transformers` reads it.
+    """
+    try:
+        wanted = type(AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False))
+        written = PreTrainedConfig.from_dict(read_json(folder / "config.json"))
+        found = type(AutoTokenizer.from_pretrained(folder, config=written, trust_remote_code=False))
+    except Exception:  # noqa: BLE001 - a tokenizer that cannot be read is copied as it is
+        return
+    if found is not wanted:
+        path = folder / TOKENIZER_CONFIG
+        stored = read_json(path) if path.exists() else {}
+        write_json(path, stored | {"tokenizer_class": wanted.__name__})
+
+
+def edit_record(plan: ExportPlan, recipe: str | None, training: Training | None) -> dict[str, Any]:
+    """What surgeon.json says of what was done to the model.
+
+    Args:
+        training: of a trained model, whose recipe and program, over the layers of the original that it once was, count.
+
+    Raises:
+        NotProven: if that model runs another program.
+    """
+    program = plan.program if training is None else training.recipe_program
+    record = {
+        "form": plan.layout.form.name,
+        "reason": plan.layout.reason,
+        "program": str(program),
+        "effective_depth": program.effective_depth(plan.original.family.steps_per_layer),
+        "sync_points_on_two_ranks": program.sync_points(2),
+        "recipe": recipe,
+    }
+    if training is None:
+        return record
+    whose = layers_by_recipe(program, plan.program)
+    return record | {
+        "recipe": training.recipe,
+        "source": training.source,
+        "trained": training.training,
+        # For each layer, the original's layers that it is made of.
+        "stored_layers": [
+            list(
+                dict.fromkeys(
+                    of for one in layer.sublayers for at in one.layers for of in whose.get((one.kind, at), ())
+                )
+            )
+            for layer in plan.layout.layers
+        ],
+    }
+
+
+def source_record(original: Model, home: Path | None = None) -> dict[str, Any]:
+    """What surgeon.json says of the original; its files are read for their hash, once.
+
+    Args:
+        home: the folder that has its card, if it is another than that of its weights.
+    """
+    return {
+        "model": original.public_name,
+        "num_layers": original.num_layers,
+        **({} if original.own is None else {"program": str(original.own)}),
+        "parameters": original.parameters,
+        "model_hash": original.hash,
+        "card": inherit(home or original.folder).to_json(),
+    }
+
+
+def write_report(
+    folder: Path, plan: ExportPlan, edits: dict[str, Any], proof: Proof, records: dict[str, FileRecord]
+) -> None:
+    """Write surgeon.json.
+
+    Args:
+        edits: an `edit_record`.
+        records: of files that need not be read again.
+    """
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    files = {name: records[name] if name in records else FileRecord.of(folder / name) for name in names}
+    report = {"surgeon": __version__, "source": source_record(plan.original, plan.companions.folder)} | edits
+    companions = {"carried": sorted(plan.companions.files), "left_behind": plan.companions.left}
+    report |= {"companions": companions, "proof": asdict(proof)}
+    report |= {"files": {name: asdict(record) for name, record in files.items()}, "versions": versions()}
+    write_json(folder / REPORT_FILE, report)

@@ -22,13 +22,11 @@ from surgeon.checkpoint.companions import Companions, companions_at
 from surgeon.checkpoint.config import CONFIG
 from surgeon.checkpoint.forms import PROGRAM, Layout, lay_out
 from surgeon.checkpoint.load import open_stored
-from surgeon.checkpoint.read import Checkpoint, read_json
+from surgeon.checkpoint.read import Checkpoint, Wrapped, read_json
 from surgeon.checkpoint.stored import StoredModel
-from surgeon.checkpoint.tokenizer import keep_tokenizer_class
 from surgeon.checkpoint.training import Training
-from surgeon.checkpoint.wrapped import Wrapped
 from surgeon.errors import NotProven
-from surgeon.exports.export import DTYPES, plan_export, write_export
+from surgeon.exports.export import DTYPES, keep_tokenizer_class, plan_export, write_export
 from surgeon.exports.prove import Proof
 from surgeon.exports.staging import check_target
 from surgeon.exports.stock import stock_layers_of, stock_model, stock_state

@@ -179,7 +179,12 @@ def match_names(model: PreTrainedModel, stored: StoredModel) -> Match:
     Of tied parameters one is enough; those that are tied, but both stored, become two. Buffers that old models store
     are passed over.
     """
-    _read_buffers(model, stored)
+    for path, module in model.named_modules():  # buffers that are stored are read as parameters are
+        for name, buffer in [*module.named_buffers(recurse=False)]:
+            kept = name not in module._non_persistent_buffers_set and buffer.is_floating_point()
+            if kept and stored.weights.names.own(f"{path}.{name}") in stored.checkpoint:
+                del module._buffers[name]
+                module.register_parameter(name, nn.Parameter(buffer.to("meta"), requires_grad=False))
     parameters = _parameters(model)
     store = stored.checkpoint
     paths: dict[str, str | None] = {parameter: parameter for parameter in parameters}
@@ -209,16 +214,6 @@ def match_names(model: PreTrainedModel, stored: StoredModel) -> Match:
     shapes = {parameter: shape_of(names, stored, parameters[parameter]) for parameter, names in found.items()}
     misshapen = [parameter for parameter, shape in shapes.items() if shape != parameters[parameter].shape]
     return Match(found, missing, misshapen, unexpected)
-
-
-def _read_buffers(model: nn.Module, stored: StoredModel) -> None:
-    """Make parameters of buffers that are stored as parameters are, so that they are read as these are."""
-    for path, module in model.named_modules():
-        for name, buffer in [*module.named_buffers(recurse=False)]:
-            kept = name not in module._non_persistent_buffers_set and buffer.is_floating_point()
-            if kept and stored.weights.names.own(f"{path}.{name}") in stored.checkpoint:
-                del module._buffers[name]
-                module.register_parameter(name, nn.Parameter(buffer.to("meta"), requires_grad=False))
 
 
 def shape_of(names: tuple[str, ...], stored: StoredModel, like: Tensor) -> tuple[int, ...]:

@@ -14,8 +14,7 @@ from surgeon.checkpoint.factor_cache import FactorCache
 from surgeon.checkpoint.forms import FORMS, PROGRAM, Layout, PlannedTensor, lay_out
 from surgeon.checkpoint.forms.planning import carried
 from surgeon.checkpoint.forms.quantisation import quantisation
-from surgeon.checkpoint.read import QUANTIZATION
-from surgeon.checkpoint.wrapped import Wrapped
+from surgeon.checkpoint.read import QUANTIZATION, Wrapped
 from surgeon.errors import did_you_mean
 from surgeon.exports.prove import original_model
 from surgeon.findings.measured import Identity

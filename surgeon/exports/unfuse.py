@@ -39,14 +39,11 @@ BIAS_SWITCHES = ("attention_bias", "use_bias", "bias", "enable_bias")  # what co
 Parts = dict[str, int]
 
 
-def unfused(model: str | Path | StoredModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+def unfused(model: str | Path | StoredModel) -> PreTrainedModel:
     """The stock model of a fused checkpoint, edited so that its layers run side by side, in evaluation mode.
 
     Its layers are numbered as they lie in the checkpoint: a first pair is [A0 A1] [F0 F1], whichever layers of the
     original it has.
-
-    Args:
-        dtype: to compute in; by default that of the stored embedding, but float32 for 16-bit weights on a CPU.
 
     Raises:
         ValueError: if the checkpoint is not in the fused form, has slices of layers, or holds something that the
@@ -56,10 +53,10 @@ def unfused(model: str | Path | StoredModel, dtype: torch.dtype | None = None) -
     checkpoint = stored.checkpoint
     fused = stored.config
     weights = stored.weights
-    if form_of(checkpoint) is FORMS["fused"] and any(getattr(layer, "skip", ()) for layer in fused.per_layer_config):
-        raise ValueError(_advice(checkpoint.where, "some of its layers have no attention or no MLP"))
-    if form_of(checkpoint) is not FORMS["fused"] or stored.own is not None:
+    if form_of(checkpoint) is not FORMS["fused"] or fused.model_type != checkpoint.config["model_type"]:
         raise ValueError(f"{checkpoint.folder} is not in the fused form; surgeon.load opens it as it is")
+    if stored.own is not None:
+        raise ValueError(_advice(checkpoint.where, "some of its layers have no attention or no MLP"))
     if fused.base_model_type not in FAMILIES:
         raise ValueError(_advice(checkpoint.where, f"its architecture {fused.base_model_type!r} is not known here"))
     said = fused.to_dict()  # its attributes are those of single layers where these differ
@@ -73,7 +70,7 @@ def unfused(model: str | Path | StoredModel, dtype: torch.dtype | None = None) -
     config = _config_of(stored, program)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with no_init_weights():
-        stock = model_class._from_config(config, dtype=dtype or stored.compute_dtype("cpu"))
+        stock = model_class._from_config(config, dtype=stored.compute_dtype("cpu"))
     stock.tie_weights()
     _fill(stock, weights, parts)
     # As `from_pretrained` says where a model comes from: what lies beside the weights is looked for there.

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 from surgeon.language.sublayer import LayerShapes, Sublayer
 from surgeon.models.families import Family, Projection, family_of
 from surgeon.models.families.positions import attention_windows, longest_text
-from surgeon.models.families.specs import NEURONS
-from surgeon.models.latent import Latent
+from surgeon.models.families.specs import NEURONS, Latent
 from surgeon.models.weights import unit_bounds
 from surgeon.models.weights.layout import Units, narrowed
 

@@ -23,6 +23,14 @@ _INSIDE = (("model.language_model.", "model."), ("lm_head.", "lm_head."))
 _SHARED = ("dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id")
 
 
+def _as_it_is(entries: Entries) -> Entries:
+    return entries
+
+
+def _no_layers(_: Entries) -> int:
+    return 0
+
+
 @dataclass(frozen=True)
 class Wrapper:
     """One architecture around a text decoder.
@@ -48,8 +56,8 @@ class Wrapper:
     head: str = "lm_head"
     names: tuple[Prefixes, ...] = (_BEFORE_ALL, _INSIDE)
     tied: bool = True
-    alone: Callable[[Entries], Entries] = lambda entries: entries
-    fed_layers: Callable[[Entries], int] = lambda _: 0
+    alone: Callable[[Entries], Entries] = _as_it_is
+    fed_layers: Callable[[Entries], int] = _no_layers
 
     def text_entries(self, entries: Entries) -> Entries:
         """The `config.json` that the text decoder would have as a causal language model.
@@ -133,6 +141,10 @@ def _plainly_rotary(model_type: str) -> Callable[[Entries], Entries]:
     return alone
 
 
+def _deepstack(entries: Entries) -> int:
+    return len(entries.get("vision_config", {}).get("deepstack_visual_indexes", ()))
+
+
 WRAPPERS = {
     wrapper.model_type: wrapper
     for wrapper in (
@@ -144,7 +156,7 @@ WRAPPERS = {
             "qwen3_vl_text",
             tied=False,
             alone=_plainly_rotary("qwen3"),
-            fed_layers=lambda entries: len(entries.get("vision_config", {}).get("deepstack_visual_indexes", ())),
+            fed_layers=_deepstack,
         ),
         Wrapper("Qwen3.5", "qwen3_5", "qwen3_5_text", tied=False),
         Wrapper("Qwen3.5-MoE", "qwen3_5_moe", "qwen3_5_moe_text", tied=False),

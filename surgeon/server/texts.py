@@ -8,9 +8,8 @@ from inspect import signature
 from itertools import accumulate
 from typing import Any
 
-from surgeon.checkpoint.encoding import Encoder
 from surgeon.checkpoint.messages import REFUSALS, Message, plain_message, with_calls_written
-from surgeon.checkpoint.texts import Continuation
+from surgeon.checkpoint.texts import Continuation, Encoder
 from surgeon.server.errors import invalid
 
 FIELD = "chat_template_kwargs"

@@ -20,7 +20,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl,
 from transformers.trainer import TRAINER_STATE_NAME
 
 from surgeon.checkpoint.read import read_json
-from surgeon.checkpoint.verify import FileRecord, change_of
+from surgeon.checkpoint.write import FileRecord, change_of
 from surgeon.errors import first_line
 from surgeon.models.lora import PeftModel
 from surgeon.processes.files import HALF_WRITTEN, check_space, sync_tree, write_json

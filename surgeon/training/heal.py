@@ -13,9 +13,9 @@ from surgeon.checkpoint.companions import companions_at
 from surgeon.checkpoint.forms.fused import FUSED
 from surgeon.checkpoint.read import DEMO
 from surgeon.checkpoint.training import Training, layers_by_recipe
+from surgeon.exports.export import source_record
 from surgeon.exports.plan import layout_of
 from surgeon.exports.prove import original_model
-from surgeon.exports.report import source_record
 from surgeon.exports.stock import stock_layers_of
 from surgeon.exports.unfuse import unfused
 from surgeon.language.program import Program

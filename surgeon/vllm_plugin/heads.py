@@ -14,8 +14,7 @@ from surgeon.language.program import Node, Program, Step
 from surgeon.language.sublayer import ATTENTION
 from surgeon.models.edit import PROGRAM_KEY, PROGRAM_PREFIX
 from surgeon.models.families import FAMILIES, Family
-from surgeon.models.families.specs import Unit
-from surgeon.models.latent import Latent
+from surgeon.models.families.specs import Latent, Unit
 
 
 def attentions_at_once(program: Program) -> int:

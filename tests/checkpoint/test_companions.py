@@ -17,7 +17,7 @@ from surgeon.checkpoint.companions import companions_of, left_behind, left_by
 from surgeon.checkpoint.compare import compare
 from surgeon.checkpoint.describe import describe
 from surgeon.checkpoint.read import Checkpoint
-from surgeon.checkpoint.verify import verify
+from surgeon.checkpoint.write import verify
 from surgeon.exports.adapters import export_with_adapter
 from surgeon.exports.in_memory import export_with_codas
 from surgeon.exports.unfuse import unfused
@@ -52,7 +52,7 @@ def test_what_an_export_carries_on(form: str, furnished: Path, tmp_path: Path) -
     words = str(told[0].message)
     assert "notes.txt" in words
     assert "optimizer.pt" not in words  # which nobody misses
-    assert "layers_own.py, modeling_own.py (code, in whose place" in words
+    assert "layers_own.py, modeling_own.py (code that reads no" in words
     assert verify(target, target / "surgeon.json") > len(BECOMES) // 2
     assert "modeling_own" not in (target / "config.json").read_text()
     tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=False, config=open_model(furnished).config)

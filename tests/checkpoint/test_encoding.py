@@ -8,7 +8,7 @@ import unicodedata
 
 from tokenizers import normalizers
 
-from surgeon.checkpoint.encoding import LONG_CHARACTERS, Encoder
+from surgeon.checkpoint.texts import LONG_CHARACTERS, Encoder
 from tests.tiny_models import tiny_tokenizer
 from tests.waiting import wait_until
 

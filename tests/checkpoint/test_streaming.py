@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 import surgeon
 from surgeon.checkpoint import write
 from surgeon.checkpoint.read import Checkpoint
-from surgeon.checkpoint.verify import FileRecord, verify
+from surgeon.checkpoint.write import FileRecord, verify
 from surgeon.exports.on_demand import WeightsOnDemand
 from surgeon.exports.prove import original_model, reference_of
 from surgeon.language.program import Program

@@ -17,7 +17,7 @@ from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.training import Training, layers_by_recipe
 from surgeon.commands.show import differences, facts
 from surgeon.errors import NotProven
-from surgeon.exports.report import source_record
+from surgeon.exports.export import source_record
 from surgeon.findings.card import identity_of, open_edited, trained_how, write_card
 from surgeon.findings.measured import MeasuredElsewhere
 from surgeon.language.program import Program

@@ -17,8 +17,7 @@ from surgeon.beside import Background, Stopped
 from surgeon.checkpoint import write
 from surgeon.checkpoint.forms import PlannedTensor
 from surgeon.checkpoint.read import Checkpoint
-from surgeon.checkpoint.verify import FileRecord
-from surgeon.checkpoint.write import Writing, holds, shard_limit, split_into_shards
+from surgeon.checkpoint.write import FileRecord, Writing, holds, shard_limit, split_into_shards
 from surgeon.progress import Advance
 from tests.checkpoint.helpers import save_source
 

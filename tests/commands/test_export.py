@@ -15,7 +15,7 @@ import surgeon
 from surgeon.checkpoint.factor_cache import FactorCache
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.language.recipe import parse_recipe, read_recipe
-from surgeon.models.recipe_program import recipe_program
+from surgeon.models.edit import recipe_program
 from surgeon.models.weights import TruncatedSVD
 from tests.commands.conftest import Run
 from tests.tiny_models import VOCABULARY

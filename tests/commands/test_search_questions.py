@@ -16,7 +16,7 @@ from surgeon.cost.predict import predict
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.language.recipe import read_recipe
-from surgeon.models.recipe_program import recipe_program
+from surgeon.models.edit import recipe_program
 from surgeon.models.shapes import ModelShapes
 from surgeon.opened import open_model
 from surgeon.searches import mixture

@@ -238,7 +238,7 @@ def test_what_an_export_left_behind_is_said(surgeon_says: Run, tiny_checkpoint: 
     recipe = tmp_path / "edit.yaml"
     recipe.write_text(f"surgeon: 1\nmodel: {tiny_checkpoint}\noperations:\n  {OPERATIONS['plain']}\n")
     code, _, err = surgeon_says("export", recipe, "-o", tmp_path / "edited")
-    left = "notes.txt (not known to belong to a model); setup.py (code that no configuration names)"
+    left = "notes.txt (not known to belong to a model); setup.py (code that reads no texts or images)"
     assert f"warning: left behind in {tiny_checkpoint}: {left}\n" in err
     code, out, _ = surgeon_says("show", tmp_path / "edited", "--verify")
     assert code == 0

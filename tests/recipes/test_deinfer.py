@@ -11,8 +11,8 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from surgeon.language.program import Program
 from surgeon.language.recipe import read_recipe
+from surgeon.models.edit import recipe_program
 from surgeon.models.families import family_of
-from surgeon.models.recipe_program import recipe_program
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = {"llama-3-70b": "llama-70b", "llama-65b": "llama-65b", "opt-30b": "opt-30b"}

@@ -40,13 +40,13 @@ from surgeon.models.weights import Factors, UnitsByLayer, UnitSource
 from surgeon.models.weights.decompose import (
     NEEDS,
     Decomposer,
+    SecondMoment,
     Statistics,
     decomposer,
     factors_by,
     fitted,
     truncation_loss,
 )
-from surgeon.models.weights.whitening import SecondMoment
 from surgeon.processes.files import write_json
 from surgeon.progress import progress
 from surgeon.provenance import FORMAT

@@ -12,10 +12,9 @@ import torch
 
 from surgeon.checkpoint.forms.planning import PlannedTensor, TensorPlanner
 from surgeon.checkpoint.forms.stored_layers import Inexpressible, StoredLayer, per_layer_lists, stored_layers
-from surgeon.checkpoint.read import WEIGHTS_KEY, Checkpoint
+from surgeon.checkpoint.read import WEIGHTS_KEY, Checkpoint, Wrapped
 from surgeon.checkpoint.remote_code import FAMILY_KEY, RemoteCode
 from surgeon.checkpoint.stored import StoredModel
-from surgeon.checkpoint.wrapped import Wrapped
 from surgeon.language.program import Program
 from surgeon.models.edit import PROGRAM_KEY
 from surgeon.models.families import Family
@@ -167,12 +166,17 @@ class Form(ABC):
 
     def written_class(self, stored: StoredModel) -> tuple[Any, Any]:
         """The class that others build, in the modeling file inside the checkpoint if it has one; its configuration."""
-        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+        from transformers import (
+            CONFIG_MAPPING,
+            MODEL_FOR_CAUSAL_LM_MAPPING,
+            MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        )
 
         wrapped = stored.wrapped
         model_type = stored.config.model_type
         if self.shipped is None and wrapped is not None:
-            return wrapped.stock_class()
+            config = CONFIG_MAPPING[wrapped.wrapper.model_type].from_dict(wrapped.entries)
+            return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)], config
         if self.shipped is None:
             return MODEL_FOR_CAUSAL_LM_MAPPING[type(stored.config)], stored.config
         if wrapped is not None:

@@ -23,7 +23,6 @@ from surgeon.checkpoint.forms.planning import (
     TensorPlanner,
     averaging_dtype,
     known_modules,
-    of_parts,
 )
 from surgeon.checkpoint.forms.stored_layers import (
     Inexpressible,
@@ -42,8 +41,7 @@ from surgeon.models.families.fused import FUSED as FUSED_FAMILY
 from surgeon.models.families.fused import OFFSET, POSITIONS, PROJECTIONS
 from surgeon.models.families.positions import long_rotary_angles, rotated_layers, windowed_layers
 from surgeon.models.families.specs import Unit
-from surgeon.models.weights import Dense, FactorSource, ModelWeights
-from surgeon.models.weights.quantised import stacked
+from surgeon.models.weights import FactorSource, ModelWeights
 
 ROWS = 64  # that are computed at a time: they stay in the second cache, and the heap keeps them for the next ones
 
@@ -83,7 +81,7 @@ class FusedPlanner(TensorPlanner):
                     tensors = {}
                 for path, compute in tensors.items():
                     name = f"{FUSED_FAMILY.layers}.{index}.{path}"
-                    planned += self._side_by_side(name, sublayers) or self.planned(name, compute)
+                    planned += self.planned(name, compute)
         for part in self.family.norm_parts:
             planned += self._moved(f"{FUSED_FAMILY.final_norm}.{part}", self.family.final_norm, part)
         return planned + self._head()
@@ -140,24 +138,6 @@ class FusedPlanner(TensorPlanner):
         offset = int(self.family.unit_offset)
         gains = [offset + self._norm_part(sublayer, "weight", weights).float() for sublayer in sublayers]
         return self._folded(matrices, gains, sublayers)
-
-    def _side_by_side(self, name: str, sublayers: tuple[Sublayer, ...]) -> list[PlannedTensor]:
-        """What holds quantised matrices as columns of one, codes and scales as they are; nothing if that is not exact.
-
-        Args:
-            name: of the matrix.
-        """
-        projections = self.family.spec(sublayers[0].kind).projections
-        written = (one for one in projections if not one.reads_stream)
-        projection = next((one for one in written if name.endswith(f".{PROJECTIONS[one.role].path}.weight")), None)
-        if projection is None or len(sublayers) < 2 or self.dtype is not None:
-            return []
-        found = [self.weights.matrix(sublayer, projection.role) for sublayer in sublayers]
-        whole = [one.name for one in found if isinstance(one, Dense) and one.features is None and not one.transposed]
-        matrices = [self.source.quantised[one] for one in whole if one in self.source.quantised]
-        if len(matrices) < len(sublayers):
-            return []
-        return of_parts(name, matrices[0], stacked(matrices, 1, self._blocks(sublayers)) or {})
 
     def _folded(self, matrices: list[Tensor], gains: list[Tensor], sublayers: tuple[Sublayer, ...]) -> Iterator[Tensor]:
         """Rows of all matrices, a block of each in turn, multiplied with a gain per column."""

@@ -36,7 +36,9 @@ class Plain(Form):
             if not layer.is_single or [(sublayer.kind, sublayer.width) for sublayer in layer.sublayers] != first:
                 wide = " ".join(map(str, layer.sublayers))
                 raise Inexpressible(f"{wide} would be a layer of another width than the others")
-        if mixed := next((one for one in layers if family.shares_norm and len(one.layers_of_each) > 1), None):
+        if mixed := next(
+            (one for one in layers if family.shares_norm and len({each.layers for each in one.sublayers}) > 1), None
+        ):
             wide = " ".join(map(str, mixed.sublayers))
             raise Inexpressible(f"{wide} would be one layer, whose sublayers have one norm in {family.name}")
         require_uniform(layers, family, per_layer_lists(family, config, config.to_dict()))

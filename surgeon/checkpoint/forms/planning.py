@@ -5,7 +5,7 @@ Nothing here knows which form they are for; what a form stores in another way th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -33,7 +33,7 @@ from surgeon.models.weights import (
 )
 from surgeon.models.weights.layers import StoredWeights
 from surgeon.models.weights.layout import modules_of, own_path, taken_apart
-from surgeon.models.weights.quantised import Quantised, StackedPart, chosen
+from surgeon.models.weights.quantised import Quantised
 
 # A tensor, or its rows in order, some at a time: what is computed of large tensors is never held as a whole.
 Computed = Tensor | Iterator[Tensor]
@@ -84,26 +84,35 @@ def carried(files: TensorFiles, name: str) -> PlannedTensor:
     )
 
 
-def of_parts(name: str, matrix: Quantised, parts: Mapping[str, StackedPart]) -> list[PlannedTensor]:
-    """The tensors that hold a quantised matrix made of stored ones, of a scheme of theirs.
+def some_of(name: str, matrix: Quantised, experts: tuple[int, ...]) -> list[PlannedTensor]:
+    """The tensors that hold some of a quantised stack's experts; none where one of them has several as one.
 
     Args:
-        name: of it.
-        matrix: one of those that it is made of.
+        name: of the stack that they are.
     """
-    module = name.removesuffix(matrix.scheme.stands_for)
-    return [
-        PlannedTensor(
-            f"{module}{ending}",
-            part.shape,
-            part.dtype,
-            rounded=False,
-            rows=lambda part=part: iter([part.read()]),  # type: ignore[misc]
-            sources=part.sources,
-            part_of=name,
+    found = []
+    for ending, part in matrix.parts.items():
+        place = matrix.arrangement.place(ending, 0)
+        if place is None or place.per_element != 1:
+            return []
+        shape = list(matrix.store.shape(part))
+        shape[place.dim] = len(experts)
+        found.append(
+            PlannedTensor(
+                f"{name.removesuffix(matrix.scheme.stands_for)}{ending}",
+                tuple(shape),
+                matrix.store.dtype(part),
+                rounded=False,
+                rows=partial(_some, matrix, ending, place.dim, experts),
+                sources=(part,),
+                part_of=name,
+            )
         )
-        for ending, part in parts.items()
-    ]
+    return found
+
+
+def _some(matrix: Quantised, ending: str, dim: int, experts: tuple[int, ...]) -> Iterator[Tensor]:
+    yield matrix.tensor(ending).index_select(dim, torch.tensor(experts))
 
 
 @dataclass(frozen=True)
@@ -233,9 +242,9 @@ class TensorPlanner:
             return [replace(carried(self.source.raw, part), name=written, part_of=name) for written, part in parts]
         if isinstance(compute, OfExperts) and matrices and self.dtype is None:
             outline, read = self.outlines.trace(compute.whole)
-            some = chosen(matrices[0], 0, compute.experts) if outline[0] is read[sources[0]] else None
-            if some is not None:
-                return of_parts(name, matrices[0], some)
+            some = some_of(name, matrices[0], compute.experts) if outline[0] is read[sources[0]] else []
+            if some:
+                return some
         return [
             PlannedTensor(
                 name,

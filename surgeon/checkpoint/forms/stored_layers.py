@@ -35,11 +35,6 @@ class StoredLayer:
         return all(len(side) == 1 and side[0].piece is None for side in (self.attention, self.feed_forward))
 
     @property
-    def layers_of_each(self) -> set[tuple[int, ...]]:
-        """The layers that each of its sublayers is made of."""
-        return {sublayer.layers for sublayer in self.sublayers}
-
-    @property
     def lacks(self) -> list[str]:
         """What it has none of, in the words of `transformers`."""
         sides = {"attention": self.attention, "mlp": self.feed_forward}

@@ -216,28 +216,14 @@ class FusedMLP(nn.Module):
         width = config.per_layer_config[index].intermediate_size
         self.up_proj = nn.Linear(config.hidden_size, width, bias=config.up_bias)
         self.down_proj = nn.Linear(width, config.hidden_size, bias=config.down_bias)
+        self.gate_proj = nn.Linear(config.hidden_size, width, bias=config.up_bias) if config.gated else None
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.down_proj(self.act_fn(self.up_proj(hidden_states)))
-
-
-class FusedGatedMLP(FusedMLP):
-    """The same with a gate."""
-
-    def __init__(self, config: Any, index: int) -> None:
-        super().__init__(config, index)
-        self.gate_proj = nn.Linear(config.hidden_size, self.up_proj.out_features, bias=config.up_bias)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
-
-
-def count_in_cache(cache: Any, stream: Tensor, index: int) -> None:
-    """Let the cache know of tokens that no attention of a layer has seen: it says at which position the next stands."""
-    if cache is not None:
-        nothing = stream.new_zeros(len(stream), 1, stream.shape[1], 1)
-        cache.update(nothing, nothing, index)
+        up = self.up_proj(hidden_states)
+        if self.gate_proj is None:
+            return self.down_proj(self.act_fn(up))
+        return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * up)
 
 
 class FusedLayer(GradientCheckpointingLayer):
@@ -252,7 +238,7 @@ class FusedLayer(GradientCheckpointingLayer):
             self.self_attn = FusedAttention(config, index)
         if "mlp" not in self.skip:
             self.post_attention_layernorm = make_norm(config)
-            self.mlp = (FusedGatedMLP if config.gated else FusedMLP)(config, index)
+            self.mlp = FusedMLP(config, index)
         self.dropout = nn.Dropout(config.residual_dropout)
         self.mlp_dropout = nn.Dropout(config.mlp_dropout)
         self.scale = config.output_scale
@@ -261,7 +247,9 @@ class FusedLayer(GradientCheckpointingLayer):
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         attended = hidden_states
         if "attention" in self.skip:
-            count_in_cache(kwargs.get(CACHE), hidden_states, self.layer_idx)
+            if (cache := kwargs.get(CACHE)) is not None:  # which says at which position the next token stands
+                nothing = hidden_states.new_zeros(len(hidden_states), 1, hidden_states.shape[1], 1)
+                cache.update(nothing, nothing, self.layer_idx)
         else:
             added = self.self_attn(self.input_layernorm(hidden_states), **kwargs)[0]
             attended = hidden_states + self.dropout(self.scaled(added))

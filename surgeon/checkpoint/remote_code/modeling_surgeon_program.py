@@ -549,8 +549,10 @@ class ProgramLayers(nn.Module):
     def slot(self, arguments: list[dict[str, Any]], stream: Tensor, *by_position: Any, **by_name: Any) -> Any:
         arguments.append(dict(zip(self.family.arguments, by_position, strict=False)) | by_name)
         if len(arguments) == len(self):
-            if self.counts_apart:
-                count_in_cache(arguments[-1], stream, len(self) - 1)
+            cache = next((arguments[-1][name] for name in CACHES if name in arguments[-1]), None)
+            if self.counts_apart and cache is not None:  # which the decoder asks where the next token stands
+                nothing = stream.new_zeros(len(stream), 1, stream.shape[1], 1)
+                cache.update(nothing, nothing, len(self) - 1)
             stream = self.run(self.nodes, stream, enumerate(arguments))[0]
         if self.family.returns_tuple:
             return (stream, None)
@@ -635,14 +637,6 @@ class ProgramLayers(nn.Module):
         return SlicedProjection(whole, path in self.family.reads, piece, self.shares.get(path, (1,)))
 
 
-def count_in_cache(arguments: dict[str, Any], stream: Tensor, slot: int) -> None:
-    """Let the cache know of tokens that nothing counted: the decoder asks it at which position the next one stands."""
-    cache = next((arguments[name] for name in CACHES if name in arguments), None)
-    if cache is not None:
-        nothing = stream.new_zeros(len(stream), 1, stream.shape[1], 1)
-        cache.update(nothing, nothing, slot)
-
-
 def set_at(root: Any, path: str, value: Any) -> None:
     """Set the attribute at a path of names."""
     parent, _, name = path.rpartition(".")
@@ -664,7 +658,8 @@ class RunsProgram(nn.Module):
         family = family_in(whole)
         entry, place = family.inside or (None, "")
         config = getattr(whole, entry) if entry else whole  # the text decoder's
-        describe_layers(config)
+        for key, value in config.__dict__.pop("surgeon_stored", {}).items():  # undoes `describe_slots`
+            setattr(config, key, value)
         super().__init__(whole)
         self.family = family
         decoder = self.get_submodule(place)
@@ -729,12 +724,6 @@ def describe_slots(config: Any, running: ProgramLayers) -> None:
     slots = listed | {depth: len(used)}
     config.surgeon_stored = {key: getattr(config, key) for key in slots}
     for key, value in slots.items():
-        setattr(config, key, value)
-
-
-def describe_layers(config: Any) -> None:
-    """Undo `describe_slots`, if it was done."""
-    for key, value in config.__dict__.pop("surgeon_stored", {}).items():
         setattr(config, key, value)
 
 

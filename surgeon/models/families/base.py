@@ -15,8 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, LayerShapes, MixtureShapes
-from surgeon.models.families.specs import NEURONS, MixtureSpec, SublayerSpec, Unit
-from surgeon.models.latent import Latent
+from surgeon.models.families.specs import NEURONS, Latent, MixtureSpec, SublayerSpec, Unit
 from surgeon.words import layer_list
 
 Scale = Callable[[Any], float | None]  # of a config: a factor; None where the architecture has none
@@ -43,6 +42,10 @@ class Factor:
         return factor
 
 
+def _unvaried(family: Family, _: Any) -> Family:
+    return family
+
+
 def _nothing_else(*_: Any) -> dict[str, Any]:
     return {}
 
@@ -51,13 +54,8 @@ def _none(_: Any) -> None:
     return None
 
 
-# No lambdas here: plans go to ranks with the families of fused checkpoints, and are pickled.
-def _never(_: Any) -> bool:
+def _not(_: Any) -> bool:
     return False
-
-
-def _itself(family: Family, _: Any) -> Family:
-    return family
 
 
 @dataclass(frozen=True)
@@ -186,13 +184,13 @@ class Family:
     bound: Callable[[Any], float | None] = _none
     query_growth: Callable[[Any], Growth | None] = _none
     grows_unturned: bool = False
-    plain_head_norms: Callable[[Any], bool] = _never
+    plain_head_norms: Callable[[Any], bool] = _not
     output_scale: Scale = _none
     logit_scale: Scale = _none
     head_norm_turns: bool = False
     arguments: tuple[str, ...] = ()
     returns_tuple: bool = False
-    variant: Callable[[Family, Any], Family] = _itself
+    variant: Callable[[Family, Any], Family] = _unvaried
     follow: Callable[[Any, Sequence[int]], dict[str, Any]] = _nothing_else
     follow_mlp: Callable[[Any, Sequence[int]], dict[str, Any]] = _nothing_else
     follow_width: Callable[[Any, int], dict[str, Any]] = _nothing_else
@@ -283,24 +281,19 @@ class Family:
     def units(self, config: Any, layer: int | None = None) -> dict[Unit, int]:
         """How many heads, KV heads and neurons (of each expert) a layer has under this config."""
         heads = int(config.num_attention_heads)
+        kv_heads = self.kv_heads
+        if isinstance(kv_heads, str):
+            kv_heads = int(getattr(config, kv_heads, None) or 0)
         spec = self.spec(FEED_FORWARD, layer)
         neurons = getattr(config, spec.width or self.intermediate)
         units: dict[Unit, int] = {
             "heads": heads,
-            "kv_heads": self._kv_heads(config) or heads,
+            "kv_heads": kv_heads or heads,
             "neurons": int(neurons or 4 * config.hidden_size),  # as GPT-2 fills it in
         }
         if spec.mixture is not None and spec.mixture.shared is not None:
             units["shared_neurons"] = spec.mixture.shared(config)
         return units
-
-    def _kv_heads(self, config: Any) -> int:
-        """Those that the configuration says; 0 where it says none."""
-        if isinstance(self.kv_heads, str):
-            found = getattr(config, self.kv_heads, None)
-        else:
-            found = self.kv_heads
-        return int(found or 0)
 
     def unit_width(self, config: Any, unit: Unit) -> int:
         """How many features of a projection one head or neuron has."""
@@ -332,14 +325,12 @@ class Family:
             beside = {}
         if attention.numbers is not None:
             beside = {ATTENTION: attention.numbers(config)}
-        return LayerShapes(shapes, norms=beside, units=counts, mixture=self._mixture_shapes(config, mlp.mixture))
-
-    def _mixture_shapes(self, config: Any, mixture: MixtureSpec | None) -> MixtureShapes | None:
-        if mixture is None:
-            return None
-        hidden = int(config.hidden_size)
-        shared = 0 if mixture.shared_router is None else hidden
-        return MixtureShapes(int(getattr(config, mixture.count)), mixture.routing(config).top_k, hidden, shared)
+        mixture = None
+        if mlp.mixture is not None:
+            shared = 0 if mlp.mixture.shared_router is None else hidden
+            experts = int(getattr(config, mlp.mixture.count))
+            mixture = MixtureShapes(experts, mlp.mixture.routing(config).top_k, hidden, shared)
+        return LayerShapes(shapes, norms=beside, units=counts, mixture=mixture)
 
     def attention_entries(self, config: Any, sources: Sequence[int]) -> dict[str, Any]:
         """The entries of a `transformers` config that describe single attentions, for others in their place.

@@ -14,8 +14,7 @@ from typing import Any
 from surgeon.models.families.base import Family
 from surgeon.models.families.llama import LLAMA
 from surgeon.models.families.mixtures import MIXTURE, ROUTED
-from surgeon.models.families.specs import Projection, SublayerSpec
-from surgeon.models.latent import Latent
+from surgeon.models.families.specs import Latent, Projection, SublayerSpec
 from surgeon.models.routing import Routing
 
 _ATTENTION = ("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
@@ -40,6 +39,10 @@ def _scale(config: Any) -> float | None:
         return None
     more = 0.1 * rope["mscale_all_dim"] * log(rope["factor"]) + 1.0
     return float(more**2 * (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5)
+
+
+def _shared_neurons(config: Any) -> int:
+    return int(config.moe_intermediate_size * config.n_shared_experts)
 
 
 def _routing(config: Any) -> Routing:
@@ -81,10 +84,6 @@ def _follow_mlp(config: Any, sources: Sequence[int]) -> dict[str, Any]:
     if dense != sorted(dense, reverse=True):
         raise ValueError("its dense layers come first in every configuration, and here a mixture stands before one")
     return {"first_k_dense_replace": sum(dense)}
-
-
-def _shared_neurons(config: Any) -> int:
-    return int(config.moe_intermediate_size * config.n_shared_experts)
 
 
 _ROUTED = replace(

@@ -48,9 +48,9 @@ GEMMA2 = replace(
 )
 
 
-def _unsupported(config: Any) -> str | None:
+def _gemma_unsupported(config: Any) -> str | None:
     if config.use_bidirectional_attention:
-        return "its tokens look at those behind them, too (use_bidirectional_attention), as a language model's must not"
+        return "its tokens attend to those behind them, too (use_bidirectional_attention)"
     return None
 
 
@@ -61,8 +61,14 @@ GEMMA = replace(
     summary="Llama's layout with gains stored as 1 + weight, embeddings times the root of their width.",
     unit_offset=True,
     embedding_scale=embedding_scale,
-    unsupported=_unsupported,
+    unsupported=_gemma_unsupported,
 )
+
+
+def _gemma3_unsupported(config: Any) -> str | None:
+    if config.use_bidirectional_attention:
+        return "its tokens look at those behind them, too (use_bidirectional_attention), as a language model's must not"
+    return None
 
 
 GEMMA3 = replace(
@@ -72,5 +78,5 @@ GEMMA3 = replace(
     summary="Gemma2 with norms of heads in place of caps, and rotary positions by kind of layer.",
     attention=replace(GEMMA2.attention, head_norms=("self_attn.q_norm", "self_attn.k_norm")),
     attention_softcap=None,  # transformers caps no scores here, whatever attn_logit_softcapping says
-    unsupported=_unsupported,
+    unsupported=_gemma3_unsupported,
 )

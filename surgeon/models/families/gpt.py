@@ -74,12 +74,12 @@ GPT2 = Family(
 )
 
 
-def _unscaled(_: Any) -> float:
-    return 1.0
-
-
-def _attention_types(config: Any, sources: Sequence[int]) -> dict[str, Any]:
+def _follow(config: Any, sources: Sequence[int]) -> dict[str, Any]:
     return {"attention_types": [[[config.attention_layers[k]], 1] for k in sources]}
+
+
+def _gpt_neo_attention_scale(_: Any) -> float:
+    return 1.0
 
 
 GPT_NEO = Family(
@@ -123,10 +123,10 @@ GPT_NEO = Family(
     embedding_dropout="embed_dropout",
     layer_counts=("num_hidden_layers", "num_layers", "attention_types"),
     layer_lists=("layer_types", "attention_layers"),
-    attention_scale=_unscaled,
+    attention_scale=_gpt_neo_attention_scale,
     heads_fill_stream=True,
     returns_tuple=True,
-    follow=_attention_types,
+    follow=_follow,
 )
 
 

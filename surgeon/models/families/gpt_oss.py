@@ -9,17 +9,17 @@ from surgeon.models.families.specs import Projection
 from surgeon.models.routing import Routing
 
 
-def _stored_as_computed(one: Projection) -> Projection:
-    """Files have experts stacked, too, matrices (in, out), and rows of gate and up in turn."""
-    return replace(one, stored=None, transposed=True, interleaved=one.reads_stream)
-
-
 def _routing(config: Any) -> Routing:
     return Routing(int(config.num_experts_per_tok), "softmax of chosen")
 
 
 def _clamped_gate(config: Any) -> tuple[float, float]:
     return float(config.swiglu_alpha), float(config.swiglu_limit)
+
+
+def _stored_as_computed(one: Projection) -> Projection:
+    """Files have experts stacked, too, matrices (in, out), and rows of gate and up in turn."""
+    return replace(one, stored=None, transposed=True, interleaved=one.reads_stream)
 
 
 GPT_OSS = replace(

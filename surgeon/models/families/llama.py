@@ -48,7 +48,7 @@ LLAMA = Family(
 )
 
 
-def _unlisted(config: Any) -> str | None:
+def _smollm3_unsupported(config: Any) -> str | None:
     listed = len(config.no_rope_layers)
     layers = config.num_hidden_layers
     if listed != layers:
@@ -65,15 +65,11 @@ SMOLLM3 = replace(
     layer_lists=("layer_types", "no_rope_layers"),
     window="sliding_window",
     window_layers="layer_types",
-    unsupported=_unlisted,
+    unsupported=_smollm3_unsupported,
 )
 
 
 _FACTORS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
-
-
-def _attention_multiplier(config: Any) -> float:
-    return float(config.attention_multiplier)
 
 
 def _granite_unsupported(config: Any) -> str | None:
@@ -82,6 +78,10 @@ def _granite_unsupported(config: Any) -> str | None:
         if not math.isfinite(factor) or factor == 0:
             return f"{name} must be a number other than 0, not {shown(factor)}"
     return None
+
+
+def _attention_scale(config: Any) -> float:
+    return float(config.attention_multiplier)
 
 
 def _logit_scale(config: Any) -> float | None:
@@ -97,7 +97,7 @@ GRANITE = replace(
     model_type="granite",
     summary="Llama's layout, with factors on embeddings, attention scores, sublayer outputs and logits.",
     embedding_scale=Factor("embedding_multiplier"),
-    attention_scale=_attention_multiplier,
+    attention_scale=_attention_scale,
     output_scale=Factor("residual_multiplier"),
     logit_scale=_logit_scale,
     unsupported=_granite_unsupported,
@@ -182,6 +182,14 @@ STABLELM = replace(
 )
 
 
+def _routing(config: Any) -> Routing:
+    return Routing(int(config.num_experts_per_tok), "sigmoid")
+
+
+def _shared_neurons(config: Any) -> int:
+    return int(config.intermediate_size)
+
+
 def _gated(inside: str, before: str = "", unit: Any = "neurons") -> tuple[Projection, ...]:
     """Gate, up and down projections of one MLP."""
     roles = ("gate", "up", "down")
@@ -199,31 +207,27 @@ def _query_growth(config: Any) -> Growth | None:
     return Growth(float(config.attn_scale), int(config.floor_scale), ahead=1)
 
 
+def _plain_head_norms(config: Any) -> bool:
+    return bool(config.use_qk_norm)
+
+
 def _llama4_variant(family: Family, config: Any) -> Family:
     dense = [layer for layer in range(config.num_hidden_layers) if layer not in config.moe_layers]
     return replace(family, layer_specs=tuple(("F", layer, _DENSE) for layer in dense))
 
 
-def _llama4_head_norms(config: Any) -> bool:
-    return bool(config.use_qk_norm)
-
-
-def _llama4_mixtures(config: Any, sources: Sequence[int]) -> dict[str, Any]:
+def _follow_mlp(config: Any, sources: Sequence[int]) -> dict[str, Any]:
     return {"moe_layers": [place for place, source in enumerate(sources) if source in config.moe_layers]}
 
 
-def _llama4_routing(config: Any) -> Routing:
-    return Routing(int(config.num_experts_per_tok), "sigmoid")
-
-
-def _llama4_shared(config: Any) -> int:
-    return int(config.intermediate_size)
-
-
 def _llama4_unsupported(config: Any) -> str | None:
-    if not config.attention_chunk_size:
-        return "its configuration has no attention_chunk_size"
-    return _unlisted(config)
+    layers = config.num_hidden_layers
+    listed = len(config.no_rope_layers)
+    if listed != layers:
+        return f"no_rope_layers has an entry for each of {listed} layers, and there are {layers}"
+    if config.attention_chunk_size:
+        return None
+    return "its configuration has no attention_chunk_size"
 
 
 _DENSE: SublayerSpec = replace(
@@ -243,10 +247,10 @@ _MIXTURE: SublayerSpec = replace(
         router="feed_forward.router",
         experts="feed_forward.experts",
         count="num_local_experts",
-        routing=_llama4_routing,
+        routing=_routing,
         counts=("feed_forward.num_experts", "feed_forward.experts.num_experts", "feed_forward.router.num_experts"),
         top_k=("feed_forward.top_k", "feed_forward.router.top_k"),
-        shared=_llama4_shared,
+        shared=_shared_neurons,
         weighs_inputs=True,
         logits=1,
     ),
@@ -266,8 +270,8 @@ LLAMA4 = replace(
     chunked=True,
     query_growth=_query_growth,
     grows_unturned=True,
-    plain_head_norms=_llama4_head_norms,
+    plain_head_norms=_plain_head_norms,
     variant=_llama4_variant,
-    follow_mlp=_llama4_mixtures,
+    follow_mlp=_follow_mlp,
     unsupported=_llama4_unsupported,
 )

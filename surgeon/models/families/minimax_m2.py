@@ -22,11 +22,7 @@ MINIMAX_M2 = replace(
     attention=OLMOE.attention,
     mlp=replace(
         MIXTRAL.mlp,
-        mixture=replace(
-            MIXTRAL.mixture,
-            routing=_routing,
-            correction="mlp.e_score_correction_bias",
-        ),
+        mixture=replace(MIXTRAL.mixture, routing=_routing, correction="mlp.e_score_correction_bias"),
     ),
     stored_names=MIXTRAL.stored_names,
     partly_rotary=True,

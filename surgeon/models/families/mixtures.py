@@ -30,11 +30,6 @@ def normalised_if_told(config: Any) -> Routing:
     return Routing(int(config.num_experts_per_tok), normalise=bool(config.norm_topk_prob))
 
 
-def normalised(config: Any) -> Routing:
-    """The routing of mixtures whose weights of the chosen experts always are."""
-    return Routing(int(config.num_experts_per_tok), normalise=True)
-
-
 ROUTED = MixtureSpec(
     router="mlp.gate",
     experts="mlp.experts",

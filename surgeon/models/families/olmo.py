@@ -77,7 +77,7 @@ OLMOE = replace(
 )
 
 
-def _exaone4_variant(family: Family, config: Any) -> Family:
+def _variant(family: Family, config: Any) -> Family:
     return replace(family, rotary_in_windows=config.sliding_window is not None)
 
 
@@ -87,5 +87,5 @@ EXAONE4 = replace(
     model_type="exaone4",
     summary=("norms behind sublayers only, norms of heads; where some layers have windows, only these have positions."),
     attention=replace(OLMO3.attention, norms_all_heads=False),
-    variant=_exaone4_variant,
+    variant=_variant,
 )

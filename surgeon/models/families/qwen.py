@@ -8,8 +8,9 @@ from typing import Any
 
 from surgeon.models.families.base import Family
 from surgeon.models.families.llama import LLAMA
-from surgeon.models.families.mixtures import MIXTURE, ROUTED, normalised
+from surgeon.models.families.mixtures import MIXTURE, ROUTED
 from surgeon.models.families.specs import Projection, SublayerSpec
+from surgeon.models.routing import Routing
 
 QWEN2 = replace(
     LLAMA,
@@ -101,6 +102,10 @@ def _numbers(config: Any) -> int:
     return int(projected + mixed * config.linear_conv_kernel_dim + 2 * heads + width)
 
 
+def _shared_neurons(config: Any) -> int:
+    return int(config.shared_expert_intermediate_size)
+
+
 def with_linear_layers(family: Family, config: Any, linear: SublayerSpec) -> Family:
     """A family whose configuration says which layers have linear attention."""
     layers = [layer for layer, kind in enumerate(config.layer_types) if kind == "linear_attention"]
@@ -110,8 +115,8 @@ def with_linear_layers(family: Family, config: Any, linear: SublayerSpec) -> Fam
 _QWEN3_NEXT_LINEAR = linear_attention("in_proj_qkvz", "in_proj_ba")
 
 
-def _shared(config: Any) -> int:
-    return int(config.shared_expert_intermediate_size)
+def _qwen3_next_variant(family: Family, config: Any) -> Family:
+    return with_linear_layers(QWEN3_MOE.variant(family, config), config, _QWEN3_NEXT_LINEAR)
 
 
 WEIGHED = replace(
@@ -122,17 +127,8 @@ WEIGHED = replace(
         Projection("shared_up", "mlp.shared_expert.up_proj", "shared_neurons"),
         Projection("shared_down", "mlp.shared_expert.down_proj", "shared_neurons", reads_stream=False),
     ),
-    mixture=replace(
-        ROUTED,
-        shared_router="mlp.shared_expert_gate",
-        shared=_shared,
-    ),
+    mixture=replace(ROUTED, shared_router="mlp.shared_expert_gate", shared=_shared_neurons),
 )
-
-
-def _qwen3_next_variant(family: Family, config: Any) -> Family:
-    return with_linear_layers(QWEN3_MOE.variant(family, config), config, _QWEN3_NEXT_LINEAR)
-
 
 QWEN3_NEXT = replace(
     QWEN3_MOE,
@@ -155,6 +151,10 @@ _QWEN3_5_LINEAR = linear_attention("in_proj_qkv", "in_proj_z", "in_proj_b", "in_
 
 def _qwen3_5_variant(family: Family, config: Any) -> Family:
     return with_linear_layers(family, config, _QWEN3_5_LINEAR)
+
+
+def _routing(config: Any) -> Routing:
+    return Routing(int(config.num_experts_per_tok), normalise=True)
 
 
 def _unfusable(_: Any) -> str:
@@ -180,10 +180,7 @@ QWEN3_5_MOE = replace(
     name="Qwen3.5-MoE",
     model_type="qwen3_5_moe_text",
     summary="Qwen3-Next with dense MLPs or with mixtures in all layers, its projections unpacked.",
-    mlp=replace(
-        WEIGHED,
-        mixture=replace(WEIGHED.mixture, routing=normalised),
-    ),
+    mlp=replace(WEIGHED, mixture=replace(WEIGHED.mixture, routing=_routing)),
     intermediate="moe_intermediate_size",
 )
 

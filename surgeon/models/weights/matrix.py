@@ -69,7 +69,9 @@ class Dense:
     def whole(self, dtype: torch.dtype | None = None) -> Tensor:
         """All values, in another dtype if one is given."""
         if self.index is not None:
-            stored = self._of_stack()
+            stored = self.store.part(self.name, 0, self.index, self.index + 1)[0]
+            if self.features is not None:
+                stored = stored.index_select(self.dim, self.features.to(stored.device))
         elif self.features is None:
             stored = self.store.tensor(self.name)
         else:
@@ -94,13 +96,6 @@ class Dense:
         if self.transposed:
             return stored.T
         return stored
-
-    def _of_stack(self) -> Tensor:
-        assert self.index is not None
-        stored = self.store.part(self.name, 0, self.index, self.index + 1)[0]
-        if self.features is None:
-            return stored
-        return stored.index_select(self.dim, self.features.to(stored.device))
 
 
 @dataclass(frozen=True)

@@ -226,13 +226,13 @@ def make_room(model: Any, weights: ModelWeights, program: Program) -> None:
                 whole = layer.get_submodule(path)
                 like = next(whole.parameters())
                 tensors = _empty(weights, index, path, like)
-                _set_module(layer, path, _experts(spec, tensors, whole))
+                layer.set_submodule(path, _experts(spec, tensors, whole))
             for path in (path for path, packed in modules_of(spec).items() if not packed[0].stacked):
                 like = next(layer.get_submodule(path).parameters())
                 tensors = _empty(weights, index, path, like)
                 if f"{path}.weight" not in tensors and tensors:
                     packed = modules_of(spec)[path]
-                    _set_module(layer, path, _taken_apart(packed, spec, tensors, weights.head_dim))
+                    layer.set_submodule(path, _taken_apart(packed, spec, tensors, weights.head_dim))
     for index in range(len(model.get_submodule(weights.family.layers))) if weights.family.mixture is not None else ():
         _leave_experts(model.get_submodule(f"{layers}{index}"), index, weights)
     for sublayer in {replace(one, piece=None, ranks=()) for one in program.sublayers() if one.width is not None}:
@@ -355,8 +355,3 @@ def _linear(path: str, tensors: Tensors, transposed: bool = False) -> nn.Module:
     if bias is not None:
         made.bias = nn.Parameter(bias)
     return made
-
-
-def _set_module(root: nn.Module, path: str, module: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    setattr(root.get_submodule(parent), name, module)

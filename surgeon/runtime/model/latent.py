@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgeon.models.latent import Latent
+from surgeon.models.families.specs import Latent
 from surgeon.models.weights import Tensors
 from surgeon.runtime.model.linear import Linear, LinearMap, whole_map
 from surgeon.runtime.plan.specification import Plan

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION, Sublayer
-from surgeon.models.latent import Latent
+from surgeon.models.families.specs import Latent
 from surgeon.models.weights import indivisible
 from surgeon.models.weights.layout import Units
 from surgeon.runtime.plan.mixtures import NO_MIXTURES, Mixtures

@@ -11,7 +11,7 @@ from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION, Sublayer
 from surgeon.models.families import FAMILIES, Family
 from surgeon.models.families.base import Growth
-from surgeon.models.latent import Latent
+from surgeon.models.families.specs import Latent
 from surgeon.models.routing import Routing
 from surgeon.runtime.batching.sequence import LongTexts
 from surgeon.runtime.batching.windows import blocks_for, power_of_two

@@ -17,9 +17,8 @@ from surgeon.checkpoint.texts import SPECIAL_IDS, read_tokenizer, rows_needed
 from surgeon.errors import did_you_mean, shown
 from surgeon.language.operations.width import chosen_by
 from surgeon.language.program import Program
-from surgeon.models.edit import check_layers, edit
+from surgeon.models.edit import check_layers, edit, recipe_program
 from surgeon.models.families import FAMILIES, Family, family_of
-from surgeon.models.recipe_program import recipe_program
 from surgeon.quality.tokens import tokenizer_digest
 from surgeon.training.packing import documents_of
 from surgeon.training.racks.build import require_known

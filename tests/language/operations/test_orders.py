@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 from surgeon.language.operations import ladder
 from surgeon.language.program import Program
 from surgeon.language.recipe import parse_recipe
-from surgeon.models.edit import edit, program_of
-from surgeon.models.recipe_program import recipe_program
+from surgeon.models.edit import edit, program_of, recipe_program
 from tests.checkpoint.helpers import IDS, logits_of, relative_error, run_export, save_source
 from tests.reference import Reference
 from tests.tiny_models import tiny_model

@@ -85,7 +85,7 @@ class TestFalcon(TestFamilies):
 @pytest.mark.parametrize(
     ("name", "entries", "reason"),
     [
-        ("gemma", {"use_bidirectional_attention": True}, "look at those behind them"),
+        ("gemma", {"use_bidirectional_attention": True}, "attend to those behind them"),
         ("phi", {"qk_layernorm": True}, "heads have layer norms with shifts"),
         ("falcon", {"alibi": True}, r"ALiBi's \(alibi is true, as in falcon-rw\)"),
         ("falcon", {"hidden_dropout": 0.1}, "set hidden_dropout and attention_dropout to 0, not 0.1"),
@@ -106,6 +106,11 @@ def test_what_is_not_computed_is_refused(name: str, entries: dict[str, Any], rea
         setattr(config, key, value)
     with pytest.raises(Unsupported, match=reason):
         family_of(config)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_ranks_can_be_sent_it(name: str) -> None:
+    assert pickle.loads(pickle.dumps(FAMILIES[name])).name == FAMILIES[name].name
 
 
 def test_every_family_is_under_contract() -> None:

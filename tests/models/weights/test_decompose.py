@@ -18,8 +18,10 @@ from surgeon.models.weights.decompose import (
     METHODS,
     Decomposition,
     Method,
+    SecondMoment,
     Statistics,
     TruncatedSVD,
+    Whitening,
     decompose,
     decomposer,
     factorise,
@@ -27,9 +29,9 @@ from surgeon.models.weights.decompose import (
     fitted,
     truncate,
     truncation_loss,
+    whiten,
 )
 from surgeon.models.weights.factors import Factors
-from surgeon.models.weights.whitening import SecondMoment, Whitening, whiten
 
 
 class Given:

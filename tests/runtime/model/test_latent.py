@@ -14,7 +14,7 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Atten
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 from surgeon.models.families import FAMILIES
-from surgeon.models.latent import Latent
+from surgeon.models.families.specs import Latent
 from surgeon.runtime.kernels.functions import Weighting
 from surgeon.runtime.model.attending import Pass, attention
 from surgeon.runtime.model.latent import LatentMaps

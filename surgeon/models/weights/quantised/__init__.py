@@ -4,6 +4,5 @@ from surgeon.models.weights.quantised.find import quantised_matrices
 from surgeon.models.weights.quantised.matrix import Quantised, Scheme
 from surgeon.models.weights.quantised.methods import rules_of
 from surgeon.models.weights.quantised.packed_tensor import PackedTensor
-from surgeon.models.weights.quantised.stack import StackedPart, chosen, stacked
 
-__all__ = ["PackedTensor", "Quantised", "Scheme", "StackedPart", "chosen", "quantised_matrices", "rules_of", "stacked"]
+__all__ = ["PackedTensor", "Quantised", "Scheme", "quantised_matrices", "rules_of"]

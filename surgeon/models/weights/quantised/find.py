@@ -10,9 +10,8 @@ import torch
 from surgeon.models.weights.quantised.bitsandbytes import FourBits, Int8
 from surgeon.models.weights.quantised.matrix import FLOATS, Quantised, Scheme
 from surgeon.models.weights.quantised.methods import Rule, rules_of
-from surgeon.models.weights.quantised.mxfp4 import Mxfp4
 from surgeon.models.weights.quantised.packed import Awq, Gptq
-from surgeon.models.weights.quantised.scaled import ACTIVATIONS, FLOAT8, WEIGHT, Fp8, Grouped
+from surgeon.models.weights.quantised.scaled import ACTIVATIONS, FLOAT8, WEIGHT, Fp8, Grouped, Mxfp4
 from surgeon.models.weights.store import Store
 
 # Types that numbers are stored in which mean nothing without scales.
@@ -38,8 +37,11 @@ def quantised_matrices(store: Store, config: Any) -> dict[str, Quantised]:
     found: dict[str, Quantised] = {}
     rules = rules_of(config) if config else []
     for scheme in dict.fromkeys(rule.scheme for rule in rules):
+        own = set(scheme.needed) - {WEIGHT}
         for module, parts in _by_module(store, scheme).items():
-            if _scheme_of(module, rules) == scheme and _is_held(scheme, parts, store):
+            # It has one of the scheme's tensors, or a weight of a type that needs others.
+            is_held = own & parts.keys() or (WEIGHT in parts and store.dtype(parts[WEIGHT]) in STORAGE)
+            if is_held and _scheme_of(module, rules) == scheme:
                 name = f"{module}{scheme.stands_for}"
                 found[name] = Quantised(store, name, scheme, parts)
     if config and not found:
@@ -57,12 +59,6 @@ def _scheme_of(module: str, rules: list[Rule]) -> Scheme | None:
     of_classes = [rule.scheme for rule in rules if rule.of_classes]
     only = {rule.scheme for rule in rules}
     return next(named, of_classes[0] if of_classes else only.pop() if len(only) == 1 else None)
-
-
-def _is_held(scheme: Scheme, parts: Mapping[str, str], store: Store) -> bool:
-    """Whether a module is in a scheme: it has one of its tensors, or a weight of a type that needs others."""
-    own = set(scheme.needed) - {WEIGHT}
-    return bool(own & parts.keys()) or (WEIGHT in parts and store.dtype(parts[WEIGHT]) in STORAGE)
 
 
 def _by_module(store: Store, scheme: Scheme) -> dict[str, dict[str, str]]:

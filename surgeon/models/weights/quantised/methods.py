@@ -15,9 +15,8 @@ import torch
 from surgeon.errors import shown
 from surgeon.models.weights.quantised.bitsandbytes import FourBits, Int8
 from surgeon.models.weights.quantised.matrix import Scheme
-from surgeon.models.weights.quantised.mxfp4 import Mxfp4
 from surgeon.models.weights.quantised.packed import Awq, Gptq
-from surgeon.models.weights.quantised.scaled import FLOAT8, Block, Fp8, Grouped
+from surgeon.models.weights.quantised.scaled import FLOAT8, Block, Fp8, Grouped, Mxfp4
 
 Entries = Mapping[str, Any]
 EITHER = (True, False)
