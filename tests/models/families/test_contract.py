@@ -108,11 +108,6 @@ def test_what_is_not_computed_is_refused(name: str, entries: dict[str, Any], rea
         family_of(config)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_ranks_can_be_sent_it(name: str) -> None:
-    assert pickle.loads(pickle.dumps(FAMILIES[name])).name == FAMILIES[name].name
-
-
 def test_every_family_is_under_contract() -> None:
     assert {*FAMILY_NAMES, "falcon"} == set(FAMILIES)
 
