@@ -45,7 +45,7 @@ def example(layers: int = 3, damage: bool = True, asked: str = RANKS) -> Spectru
                     | {"divergence": divergence, "perplexity": 10 + divergence}
                 )  # fmt: skip
     table = pd.DataFrame(rows if damage else [], columns=list(rows[0]))
-    record = {"model": "tiny", "ranks": asked.split(",") if damage else []}
+    record = {"model": "tiny", "tokens_predicted": 1016, "ranks": asked.split(",") if damage else []}
     return Spectrum(pd.DataFrame(matrices), table, pd.DataFrame(values), 10.0, record=record)
 
 

@@ -16,7 +16,6 @@ import surgeon
 from surgeon.analysis.subject import open_subject
 from surgeon.findings.edit import Edit
 from surgeon.findings.result import RunResult
-from surgeon.findings.search import _taken
 from surgeon.language.program import Program
 from surgeon.models.weights import TruncatedSVD
 from surgeon.quality.summary import ACCEPTANCES
@@ -82,7 +81,6 @@ def test_a_search_finds_the_same_with_no_more(
         "foreseen": 0,
     }  # fmt: skip
     assert "using" not in alone.record
-    assert _taken(fed.record["using"]).rows == [["scan", "scan", "the search's", "3", "1", "3", "0"]]
     terms = pd.read_csv(tmp_path / "fed/terms.csv").set_index("edit")["divergence"]
     cells = scanned.cells[scanned.cells["last"] == scanned.cells["first"] + 1].set_index("first")["divergence"]
     assert terms["pair 1:3"] == pytest.approx(cells[1], rel=1e-6)

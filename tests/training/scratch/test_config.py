@@ -70,7 +70,7 @@ def test_settings_can_be_others() -> None:
         ("batch: 4", "batch: 0", "configuration:9: training: batch must be at least 1, not 0"),
         ("2e-3", "-2e-3", "configuration:9: training: learning rate must be above 0, not -0.002"),
         ("batch: 4", "batch: 4, micro_batch: 3", "configuration:9: training: a batch of 4 windows is no multiple of a"),
-        ("weight_decay", "weight_decy", "configuration:9: arguments: weight_decy: TrainingArguments has no such one"),
+        ("weight_decay", "weight_decy", "configuration:9: arguments: weight_decy is no argument of the Trainer"),
         ("weight_decay", "max_steps", "configuration:9: arguments: max_steps is decided by the run"),
         ("bf16: true", "bf16: maybe", "configuration:9: arguments: bf16=maybe cannot be read"),
         ("training: {", "training: 7 #", "configuration:9: training must be a mapping, not 7"),
