@@ -150,15 +150,6 @@ def times(value: float) -> str:
     return f"{value:.2f}"
 
 
-def three_digits(value: float) -> str:
-    """Three digits, or more before the point; a dash where there is no number."""
-    if math.isnan(value):
-        return "-"
-    if value >= 99.95 or value < 1e-6:
-        return f"{value:.0f}"
-    return f"{value:#.3g}"
-
-
 def aligned(lines: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
     """Lines of cells as columns for a terminal, of which some stand on the left and the others on the right.
 

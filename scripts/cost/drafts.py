@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 
 import surgeon
 from surgeon.findings.drawing import sheet
-from surgeon.findings.prediction import Predictions, drafts_picture
+from surgeon.findings.prediction import drafts_picture
 from surgeon.opened import open_model
 
 SHAPES = Path(__file__).resolve().parents[2] / "docs" / "shapes"
@@ -33,9 +33,10 @@ def half(layers: int) -> str:
     return " ".join(f"A{one} F{one}" for one in range(layers) if one < 2 or one >= layers - 2 or one % 2)
 
 
-def predict(shapes: str, hardware: str, draft: str) -> Predictions:
-    """Predict one draft, in a process of its own."""
-    return surgeon.predict(shapes, hardware, draft=draft, acceptance=ACCEPTANCES, sweep=SWEEP)
+def predict(shapes: str, hardware: str, draft: str) -> tuple[pd.DataFrame, list[str]]:
+    """Predict one draft, in a process of its own: its table, and what was refused."""
+    found = surgeon.predict(shapes, hardware, draft=draft, acceptance=ACCEPTANCES, sweep=SWEEP)
+    return found.drafts, found.record["refused"]
 
 
 def main() -> None:
@@ -51,9 +52,9 @@ def main() -> None:
     with ProcessPoolExecutor(len(names)) as pool:
         results = pool.map(predicted, [half(layers) if name == HALF else name for name in names])
         found = dict(zip(names, results, strict=True))
-    speeds = {name: one.drafts for name, one in found.items()}
+    speeds = {name: table for name, (table, _) in found.items()}
     pd.concat([table.assign(draft=name) for name, table in speeds.items()]).to_csv(sys.stdout, index=False)
-    for line in dict.fromkeys(line for one in found.values() for line in one.record["refused"]):
+    for line in dict.fromkeys(line for _, refused in found.values() for line in refused):
         print(f"refused: {line}", file=sys.stderr)
     title = f"Lossless drafting: {Path(asked.shapes).stem} on {asked.hardware}, times dense, tokens ahead"
     sheet(drafts_picture(speeds), title).savefig(asked.output)
