@@ -56,7 +56,7 @@ def main() -> None:
     pd.concat([table.assign(draft=name) for name, table in speeds.items()]).to_csv(sys.stdout, index=False)
     for line in dict.fromkeys(line for _, refused in found.values() for line in refused):
         print(f"refused: {line}", file=sys.stderr)
-    title = f"Lossless drafting: {Path(asked.shapes).stem} on {asked.hardware}, times dense, tokens ahead"
+    title = f"Lossless drafting: {Path(asked.shapes).stem} on {asked.hardware}, times dense"
     sheet(drafts_picture(speeds), title).savefig(asked.output)
 
 
