@@ -21,7 +21,9 @@ _NAMED = 12  # tensors that a line names
 
 @command(lambda call: call())
 def show(
-    what: Annotated[str, option("A checkpoint folder, a hub name, a .gguf file, demo, or a recipe (YAML).", metavar="DIR|RECIPE")],
+    what: Annotated[
+        str, option("A checkpoint folder, a hub name, a .gguf file, demo, or a recipe (YAML).", metavar="DIR|RECIPE")
+    ],
     other: Annotated[
         str | None, option("A second one: say in what the two differ.", metavar="[OTHER]", argument=True)
     ] = None,
