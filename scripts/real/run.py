@@ -32,6 +32,7 @@ from surgeon.findings.heal import HealRun
 from surgeon.findings.scan import Scan
 from surgeon.findings.search import SearchResult
 from surgeon.provenance import versions
+from surgeon.words import listed
 
 LAYERS = 30
 WINDOW = 256
@@ -118,7 +119,7 @@ class Way:
     folder: Path
     plain: Plain
 
-    def surgeon(self, *arguments: object, refused: bool = False) -> Ran:
+    def surgeon(self, *arguments: object, refused: bool = False, **environment: str) -> Ran:
         """Run a command as a user does.
 
         Raises:
@@ -128,7 +129,7 @@ class Way:
             process = subprocess.Popen(
                 [sys.executable, "-m", "surgeon.commands", *map(str, arguments)],
                 cwd=self.folder,
-                env=os.environ | {"PYTHONPATH": str(PROJECT)},
+                env=os.environ | {"PYTHONPATH": str(PROJECT)} | environment,
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=errors,
@@ -154,7 +155,9 @@ class Way:
 
 
 def check_opening(way: Way) -> Iterator[Row]:
-    yield memory_row("opening: most memory", way.surgeon("show", way.model))
+    # With a cache of its own, so that a .gguf file is converted here, and not found converted.
+    ran = way.surgeon("show", way.model, XDG_CACHE_HOME=str(way.folder / "cache"))
+    yield memory_row("opening: most memory", ran)
 
 
 def check_perplexity(way: Way) -> Iterator[Row]:

@@ -1,7 +1,8 @@
-"""`surgeon demo`: the whole way from a trained model to a faster one, on the model that ships with the package."""
+"""`surgeon demo`: the whole way from a trained model to a faster one, on the one that ships with surgeon or another."""
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 import textwrap
@@ -11,15 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from surgeon.commands.command import command, option
-from surgeon.words import WIDTH
+from surgeon.words import WIDTH, plural
 
 if TYPE_CHECKING:
     from surgeon.commands.report import ReportPage
+    from surgeon.opened import Model
 
-RANKS = 2
+DEMO = "demo"
 PROMPT = "def close(self):"
 PROMPT_TOKENS = 8  # where speed is measured, of random tokens
-LADDER = 'surgeon: 1\nmodel: demo\noperations:\n  - ladder: {layers: "8:16"}\nexpect: {effective_depth: 16}\n'
+LADDER = "surgeon: 1\nmodel: {}\noperations:\n  - ladder: {{layers: '{}'}}\n"
+OF_OTHERS: dict[str, Any] = {"operations": "prune,lp", "every": 2}  # in the scan of another model
 NEXT = (
     ("what it can spare, within ten minutes, on one page with what to do next", "explore MODEL --data text.txt"),
     (
@@ -49,6 +52,7 @@ class Effort:
 
 
 QUICK = Effort(tokens=512, window=128, trials=12, new_tokens=16, rounds=2)
+OTHER = replace(QUICK, tokens=256, window=64)
 FULL = Effort(tokens=2048, window=None, trials=40, new_tokens=64, rounds=3)
 
 
@@ -56,11 +60,27 @@ FULL = Effort(tokens=2048, window=None, trials=40, new_tokens=64, rounds=3)
 def demo(
     output: Annotated[
         Path | None,
-        option("Folder for everything the demo makes. Default: quick or full, in demo-output.", "--output", "-o"),
+        option(
+            "Folder for everything the demo makes. Default: quick or full in demo-output, another model's by its name.",
+            "--output",
+            "-o",
+        ),
     ] = None,
-    depth: Annotated[int, option("Effective depth to search for; the demo model has 16 layers.", min=8, max=15)] = 12,
+    model: Annotated[
+        str, option("Another model, a folder, a .gguf file or a hub name; takes as long as its size makes it.")
+    ] = DEMO,
+    depth: Annotated[
+        int | None,
+        option(
+            "Effective depth to search for. Default: four fifths of the layers; 12 of the demo model's 16.", least=1
+        ),
+    ] = None,
     tokens: Annotated[
-        int | None, option(f"Tokens to measure on. Default: {QUICK.tokens}, or {FULL.tokens} with --full.")
+        int | None,
+        option(
+            f"Tokens to measure on. Default: {QUICK.tokens}, or {OTHER.tokens} of another model, or {FULL.tokens} with "
+            "--full."
+        ),
     ] = None,
     trials: Annotated[
         int | None,
@@ -68,29 +88,54 @@ def demo(
     ] = None,
     full: Annotated[bool, option("Measure on more text and for longer; takes four times as long.")] = False,
 ) -> None:
-    """Scan, search, export and generate on two ranks, with a small model that ships with surgeon.
+    """Scan, search, export and generate on several ranks, with a small model that ships with surgeon, or another.
 
     Needs no network, and about a minute on two cores. Every command is shown before it runs, so that it can be typed
     again for another model. Interrupted, the same command goes on where it was.
     """
     from surgeon.language.recipe import read_recipe
+    from surgeon.opened import open_model
 
-    asked = {"tokens": tokens, "trials": trials}
-    effort = replace(FULL if full else QUICK, **{name: value for name, value in asked.items() if value is not None})
-    steps = DemoSteps(output or Path("demo-output") / ("full" if full else "quick"), effort)
+    opened = open_model(model)
+    layers, name = opened.num_layers, "full" if full else "quick"
+    wanted = {"tokens": tokens, "trials": trials}
+    effort = FULL if full else QUICK
+    if opened.name != DEMO:
+        name = f"{opened.label}-{name}"
+        effort = FULL if full else OTHER
+    effort = replace(effort, **{name: value for name, value in wanted.items() if value is not None})
+    steps = DemoSteps(output or Path("demo-output") / name, effort, opened, _ranks_for(opened))
     steps.scan()
-    found = steps.search(depth)
-    ladder = steps.folder / "ladder.yaml"
-    ladder.write_text(LADDER, encoding="utf-8")
+    found = steps.search(layers * 4 // 5 if depth is None else depth)
+    ladder, late = steps.folder / "ladder.yaml", f"{layers // 2}:{layers}"
+    ladder.write_text(LADDER.format(json.dumps(opened.reference), late), encoding="utf-8")
     fused = steps.export("3. Write what was found as a checkpoint", found, "lp")
-    late = steps.export("   And a ladder over the upper half", ladder, "ladder")
+    laddered = steps.export("   And a ladder over the upper half", ladder, "ladder")
     steps.generate(fused)
     pairs = "LP pairs " + " ".join(one.layers_text for one in read_recipe(found).operations)
-    steps.compare([("dense", None, "demo"), (pairs, found, fused), ("ladder 8:16", ladder, late)])
+    steps.compare([("dense", None, opened.name), (pairs, found, fused), (f"ladder {late}", ladder, laddered)])
     page = steps.page("scan", "search", "lp", "ladder")
     print(f"\nThe page    {page.file}\nPictures    {steps.folder}/*/*.png\n\nWith a model of your own, next:")
     for purpose, typed in NEXT:
         print(f"\n  # {purpose}\n  surgeon {typed}")
+
+
+def _ranks_for(model: Model) -> int:
+    """The fewest ranks, two or more, that can share the model.
+
+    Raises:
+        ValueError: if no few can.
+    """
+    from surgeon.runtime.plan.checks import make_plan
+
+    for ranks in range(2, 9):
+        try:
+            make_plan(model, ranks, None)
+        except ValueError as error:
+            refusal = error
+        else:
+            return ranks
+    raise refusal
 
 
 @dataclass(frozen=True)
@@ -99,13 +144,20 @@ class DemoSteps:
 
     folder: Path
     effort: Effort
+    model: Model
+    ranks: int
 
     def scan(self) -> None:
         from surgeon.commands.scan import scan
 
         output = self.folder / "scan"
-        _announce("1. Which stretches of layers can it spare?", f"scan demo {self.effort.text} -o {_quoted(output)}")
-        scan("demo", "demo", output, tokens=self.effort.tokens, window=self.effort.window)
+        effort = self.effort
+        chosen = {} if self.model.name == DEMO else OF_OTHERS
+        typed = " --operation {operations} --every {every}".format(**chosen) if chosen else ""
+        _announce(
+            "1. Which stretches of layers can it spare?", f"scan {self.typed} {effort.text}{typed} -o {_quoted(output)}"
+        )
+        scan(self.model, DEMO, output, tokens=effort.tokens, window=effort.window, **chosen)
         for finding in self.page("scan").chapters[0].summary:
             _say(f"{finding.lead}: {finding.text}")
         print(output / "heatmaps.png")
@@ -118,9 +170,9 @@ class DemoSteps:
         budget = f"depth={depth}"
         _announce(
             f"2. Which layers should run in pairs, for a depth of {depth}?",
-            f"search demo --budget {budget} {effort.text} --trials {effort.trials} -o {_quoted(output)}",
+            f"search {self.typed} --budget {budget} {effort.text} --trials {effort.trials} -o {_quoted(output)}",
         )
-        search("demo", "demo", output, effort.trials, budget=budget, tokens=effort.tokens, window=effort.window)
+        search(self.model, DEMO, output, effort.trials, budget=budget, tokens=effort.tokens, window=effort.window)
         for finding in self.page("search").chapters[0].summary:
             _say(finding.text)
         print(output / "recipe.yaml")
@@ -142,15 +194,15 @@ class DemoSteps:
 
         new = self.effort.new_tokens * 2
         _announce(
-            "4. Let it write, on two ranks",
-            f"generate {_quoted(model)} --prompt {shlex.quote(PROMPT)} --max-new-tokens {new} --tp {RANKS}",
+            f"4. Let it write, on {plural(self.ranks, 'rank')}",
+            f"generate {_quoted(model)} --prompt {shlex.quote(PROMPT)} --max-new-tokens {new} --tp {self.ranks}",
         )
 
         def show(_: Any, event: Any) -> None:
             print(event.text, end="", flush=True)
 
         print(PROMPT, end="")
-        found = generate(model, PROMPT, max_new_tokens=new, ranks=RANKS, on_event=show)
+        found = generate(model, PROMPT, max_new_tokens=new, ranks=self.ranks, on_event=show)
         print("\n")
         for line in str(found).splitlines():
             _say(line, " " * 9)
@@ -165,16 +217,16 @@ class DemoSteps:
         from surgeon.searches.evaluate import Evaluator
 
         effort = self.effort
-        subject = open_subject("demo", "demo", tokens=effort.tokens, window=effort.window)
-        programs = [open_edited(recipe or "demo").program for _, recipe, _ in contenders]
+        subject = open_subject(self.model, DEMO, tokens=effort.tokens, window=effort.window)
+        programs = [open_edited(recipe or self.model).program for _, recipe, _ in contenders]
         measured = Evaluator(subject.model, subject.windows).measure(programs)
         rows = []
         for (name, _, _), program in zip(contenders, programs, strict=True):
             quality = measured[program]
-            numbers = f"{quality.perplexity:.2f}", f"{quality.divergence:.4f}", str(program.sync_points(RANKS))
+            numbers = f"{quality.perplexity:.2f}", f"{quality.divergence:.4f}", str(program.sync_points(self.ranks))
             rows.append([name, f"{program.effective_depth():g}", *numbers])
         head = ["program", "depth", "perplexity", "divergence", "syncs"]
-        first, *others = [model for _, _, model in contenders]
+        others = [model for _, _, model in contenders[1:]]
         compared = " ".join(f"--compare {_quoted(Path(one))}" for one in others)
         load: Any = {"prompt": PROMPT_TOKENS, "new": effort.new_tokens, "rounds": effort.rounds}
         options = " ".join(f"--{name} {value}" for name, value in load.items())
@@ -182,18 +234,26 @@ class DemoSteps:
             ("5. How fast is each, over the fastest connection", "auto"),
             ("   And over a slow one", "gloo"),
         ):
-            ranks = RankOptions(RANKS, "auto", wanted)
+            ranks = RankOptions(self.ranks, "auto", wanted)
             way = ranks.collectives
-            _announce(f"{purpose}, {way}?", f"bench {first} {compared} --tp {RANKS} {options} --collectives {way}")
+            _announce(
+                f"{purpose}, {way}?", f"bench {self.typed} {compared} --tp {self.ranks} {options} --collectives {way}"
+            )
             head.append(f"tokens/s, {way}")
-            results = bench(first, compare=others, ranks=ranks, **load).results
+            results = bench(self.model, compare=others, ranks=ranks, **load).results
             for row, result in zip(rows, results, strict=True):  # the fastest rounds, which others disturbed least
                 row.append(f"{1 / min(one.per_token for one in result.rounds):.0f}")
         note = (
             "Divergence is KL(original || changed) in nats per token; syncs are all-reduces of a token. The slower "
             "these are, the more it is worth to have fewer of them."
         )
-        print(f"\n{Table('The demo model on two ranks', head, rows, note)}")
+        what = "The demo model" if self.model.name == DEMO else self.model.label
+        print(f"\n{Table(f'{what} on {self.ranks} ranks', head, rows, note)}")
+
+    @property
+    def typed(self) -> str:
+        """The model, as it is typed."""
+        return shlex.quote(self.model.name)
 
     def page(self, *runs: str) -> ReportPage:
         from surgeon.commands.report import report

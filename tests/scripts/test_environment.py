@@ -18,7 +18,7 @@ from tests.waiting import PATIENCE
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [
     *["scripts/demo", "scripts/test", "scripts/environment.sh", ".ci/run"],
-    *["scripts/vllm/test", "scripts/modeling/test"],
+    *["scripts/vllm/test", "scripts/modeling/test", "scripts/real/get", "scripts/real/check", "scripts/real/tasks"],
 ]
 UTILITIES = [
     "bash",
@@ -134,6 +134,18 @@ def test_the_demo_installs_no_developer_tools_and_the_tests_add_them(clone: Clon
     for script in ("demo", "test"):
         clone.run(script)
         assert not clone.installed
+
+
+def test_the_demo_of_a_real_model_fetches_it(clone: Clone) -> None:
+    get = clone.root / "scripts/real/get"
+    get.parent.mkdir()
+    get.write_text("#!/bin/sh\necho '/a folder/model.gguf'\n")
+    get.chmod(0o755)
+    demo = clone.run("demo", "--real", "--trials", "3")
+    assert (demo.returncode, demo.stdout) == (0, "surgeon demo --model /a folder/model.gguf --trials 3\n")
+    get.write_text("#!/bin/sh\necho 'error: no network' >&2\nexit 1\n")
+    assert clone.run("demo", "--real").returncode == 1
+    assert clone.run("demo").returncode == 0
 
 
 def test_the_demo_takes_no_developer_tools_away(clone: Clone) -> None:
