@@ -72,7 +72,7 @@ class Conversation(AbstractContextManager["Conversation"]):
         tokens = encode(self._encoder, chat_text(self._tokenizer, messages), room, special=False)
         if len(tokens) >= room:
             raise ValueError(
-                f"the conversation has come to {len(tokens)} tokens, and the model's positions, with its cache, have "
+                f"the conversation has come to {len(tokens)} tokens, and the model's positions, or its cache, have "
                 f"room for {room}, an answer among them; forget what was said (/reset, or reset() from Python), or say "
                 "less"
             )
@@ -103,5 +103,9 @@ class Conversation(AbstractContextManager["Conversation"]):
         if self._request is not None:  # by a thread, as what a signal interrupts may be sending to the ranks
             threading.Thread(target=self.service.cancel, args=(self._request,)).start()
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """End the ranks."""
         self.service.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
