@@ -17,10 +17,11 @@ from urllib.parse import quote, unquote
 _NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
 # As programs begin: a late step, a group, a fork or a sublayer, but not the names A100.yaml, F5-tts and A21/jamba.
 _PROGRAM = re.compile(r"\s*([>\[{]|[AF]\d+(?![\da-z._-]|/\D))")
-_HUB = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)
+GGUF = ".gguf"  # how llama.cpp's files end
+_HUB = re.compile(rf"(\w[\w.-]*/\w[\w.-]*)(?:/(\w[\w./-]*\{GGUF}))?(?:@(\w[\w./-]*))?", re.ASCII)
 _SITE = re.compile(r"(https?://)?(www\.)?(huggingface\.co|hf\.co)/|hf://", re.IGNORECASE)
 _OF_REVISION = ("tree", "commit", "blob", "resolve", "raw")  # what stands before it in an address
-HOW_TO_NAME = "a model on the hub is typed owner/name, or owner/name@REVISION"
+HOW_TO_NAME = "a model on the hub is typed owner/name, or owner/name@REVISION, or owner/name/FILE.gguf"
 
 
 def on_disk(text: str | Path) -> Path | None:
@@ -60,25 +61,30 @@ def split_values(values: Iterable[str]) -> list[str]:
 
 
 class HubName(NamedTuple):
-    """A model on the hub; as text owner/name, or owner/name@revision.
+    """A model on the hub; as text owner/name, or owner/name@revision, or owner/name/FILE.gguf.
 
     Attributes:
         repository: owner/name.
         revision: a branch, a tag or a commit; None for the newest.
+        file: the one of its GGUF files that is meant; None for the model in the repository.
     """
 
     repository: str
     revision: str | None = None
+    file: str | None = None
 
     def __str__(self) -> str:
+        name = "/".join(filter(None, (self.repository, self.file)))
         if self.revision is None:
-            return self.repository
-        return f"{self.repository}@{self.revision}"
+            return name
+        return f"{name}@{self.revision}"
 
     @property
     def address(self) -> str:
         """Of its page."""
         page = f"https://huggingface.co/{self.repository}"
+        if self.file is not None:
+            return f"{page}/blob/{quote(self.revision or 'main', safe='')}/{self.file}"
         if self.revision is None:
             return page
         return f"{page}/tree/{quote(self.revision, safe='')}"
@@ -98,19 +104,20 @@ def hub_name(text: str) -> HubName | None:
         found = _HUB.fullmatch(text)
         if found is None:
             return None
-        return HubName(*found.groups())
+        return HubName(*found.group(1, 3, 2))
     parts = [] if site is None else re.split("[?#]", text[site.end() :])[0].strip("/").split("/")
     typed = "/".join(parts)
     inside = False
     if len(parts) > 3 and parts[2] in _OF_REVISION:
-        typed = f"{parts[0]}/{parts[1]}@{unquote(parts[3])}"
-        inside = len(parts) > 4 or parts[2] not in ("tree", "commit")
+        within = parts[4:] if parts[-1].endswith(GGUF) else []
+        typed = f"{'/'.join([*parts[:2], *within])}@{unquote(parts[3])}"
+        inside = not within and (len(parts) > 4 or parts[2] not in ("tree", "commit"))
     found = _HUB.fullmatch(typed)
     if found is None or parts[0] in ("datasets", "spaces"):
         raise ValueError(f"{text} is no address of a model on the Hugging Face hub; {HOW_TO_NAME}")
     if inside:
         raise ValueError(f"{text} leads into a model on the hub, which is opened as a whole; type {typed}")
-    return HubName(*found.groups())
+    return HubName(*found.group(1, 3, 2))
 
 
 def model_name(text: str | Path) -> str:
@@ -142,6 +149,12 @@ def public(text: str) -> str:
     if is_path(text):
         return Path(text).name
     return text
+
+
+def is_gguf(text: str | Path) -> bool:
+    """Whether it is the name of a file of llama.cpp's, on this machine's disk or on the hub."""
+    found = hub_name(str(text)) if on_disk(text) is None else None
+    return Path(str(text) if found is None else found.file or "").suffix.lower() == GGUF
 
 
 def is_recipe(text: str | Path) -> bool:

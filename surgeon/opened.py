@@ -15,7 +15,8 @@ import torch
 from surgeon.checkpoint.config import CONFIG, read_config_only
 from surgeon.checkpoint.forms import Form, form_of
 from surgeon.checkpoint.load import load, open_stored
-from surgeon.checkpoint.read import Checkpoint, locate, read_json
+from surgeon.checkpoint.locate import locate
+from surgeon.checkpoint.read import Checkpoint, read_json
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.errors import did_you_mean, shown
 from surgeon.language.program import Program
@@ -25,7 +26,7 @@ from surgeon.models.families import family_of
 from surgeon.models.families.positions import longest_text
 from surgeon.models.shapes import ModelShapes
 from surgeon.models.weights import FactorSource
-from surgeon.named import is_program, is_recipe, model_name, name_of, on_disk
+from surgeon.named import is_gguf, is_program, is_recipe, model_name, name_of, on_disk
 from surgeon.provenance import provenance
 
 if TYPE_CHECKING:  # takes seconds, and who does not load it does without
@@ -72,6 +73,8 @@ class Model(StoredModel):
         there = on_disk(self.name)
         if there is None:  # demo, or a name on the hub
             return self.name.partition("/")[2] or self.name
+        if is_gguf(there):
+            return there.stem
         there = there.resolve()
         return (there.parent if there.name == CONFIG else there).name
 
@@ -83,7 +86,10 @@ class Model(StoredModel):
     @property
     def reference(self) -> str:
         """How a recipe names it, wherever it is used from: a folder by its whole path, else as the user did."""
-        if on_disk(self.name) is not None:
+        there = on_disk(self.name)
+        if there is not None and is_gguf(there):
+            return str(there.absolute())
+        if there is not None:
             return str(self.folder.resolve())
         return self.name
 
@@ -238,6 +244,7 @@ class EditedModel:
         """The record that goes into the results; weights are read for their hash."""
         if self.recipe is not None:
             more = {"recipe": self.recipe.to_yaml()} | more
+        more |= self.model.gguf
         return provenance(self.model.name, self.model.hash, program=str(self.program), **more)
 
 

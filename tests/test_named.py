@@ -12,12 +12,13 @@ import pytest
 import surgeon
 from surgeon.checkpoint.config import read_config_only
 from surgeon.checkpoint.describe import describe
-from surgeon.checkpoint.read import locate
+from surgeon.checkpoint.locate import locate
 from surgeon.cost.hardware_file import load_hardware
 from surgeon.language.recipe import read_recipe
 from surgeon.named import (
     HubName,
     hub_name,
+    is_gguf,
     is_path,
     is_program,
     is_recipe,
@@ -114,6 +115,17 @@ def test_addresses_of_the_hub(text: str, revision: str | None) -> None:
     name = HubName("a-b/C.1", revision)
     assert hub_name(text) == name == hub_name(str(name)) == hub_name(name.address)
     assert model_name(text) == name_of(text) == str(name)
+
+
+@pytest.mark.parametrize("revision", [None, "v1"])
+def test_gguf_files_on_the_hub(revision: str | None, tmp_path: Path) -> None:
+    name = HubName("a/b-GGUF", revision, "sub/b.Q4_K_M-00001-of-00002.gguf")
+    assert hub_name(str(name)) == name
+    assert hub_name(name.address) == name._replace(revision=revision or "main")
+    assert is_gguf(str(name))
+    assert not is_gguf("a/b-GGUF")
+    assert not is_path(str(name))
+    assert is_gguf(tmp_path / "x.GGUF")
 
 
 @pytest.mark.parametrize(

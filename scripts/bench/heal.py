@@ -36,7 +36,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 
 from scripts.bench.heal_table import RECORD, WINDOWS, is_whole, show_tables
 from surgeon.checkpoint.load import load
-from surgeon.checkpoint.read import Checkpoint, locate
+from surgeon.checkpoint.locate import locate
+from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, parse_recipe

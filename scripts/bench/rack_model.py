@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
-from surgeon.checkpoint.read import locate
+from surgeon.checkpoint.locate import locate
 from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.demo import demo_data, demo_training_data
 from surgeon.quality.data import DEMO, Windows, digest_of

@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from scripts.search.run import try_programs
 from surgeon.analysis.subject import Subject, open_subject
-from surgeon.checkpoint.read import DEMO, locate
+from surgeon.checkpoint.locate import DEMO, locate
 from surgeon.findings.edit import ADDITIVE, Choice
 from surgeon.language.program import Program
 from surgeon.searches.evaluate import Evaluator

@@ -49,6 +49,7 @@ class Subject:
             tokens_predicted=text.predicted,
             num_layers=self.opened.num_layers,
             steps_per_layer=self.opened.family.steps_per_layer,
+            **self.opened.gguf,
             **more,
         )
 

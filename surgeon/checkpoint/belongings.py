@@ -10,6 +10,7 @@ from enum import Enum
 from fnmatch import fnmatchcase
 
 GENERATION = "generation_config.json"
+GGUF_RECORD = "gguf.json"  # of which GGUF file a folder was made: its name, the SHA-256 of its parts, its types
 REPORT_FILE = "surgeon.json"  # in which a checkpoint says what it was made of
 CODAS = "codas"  # where racks' codas lie (see codas.py)
 TEMPLATES = "additional_chat_templates"  # where transformers puts all chat templates but the default one
@@ -49,7 +50,7 @@ FOLDERS = {pattern.partition("/")[0] for patterns in CARRIED.values() for patter
 _CODE = {FileKind.TOKENIZER: ("tokenization_*.py",), FileKind.SETTINGS: ("*processing_*.py",)}
 _LEFT = {
     FileKind.OF_TOOLS: (".*", "__pycache__/"),
-    FileKind.MADE_ANEW: ("config.json", "readme.md", REPORT_FILE, "modeling_surgeon_*.py"),
+    FileKind.MADE_ANEW: ("config.json", "readme.md", REPORT_FILE, GGUF_RECORD, "modeling_surgeon_*.py"),
     FileKind.CODAS: (f"{CODAS}/",),
     FileKind.TRAINING: (
         *("optimizer*", "scheduler*", "scaler.pt", "rng_state*", "training_args*", "trainer_state.json", "latest"),

@@ -19,8 +19,9 @@ from surgeon.checkpoint.forms import FORMS, form_of
 from surgeon.checkpoint.forms.base import config_beside
 from surgeon.checkpoint.forms.fused import GLOBAL_WIDTHS_KEY, WIDTHS_KEY
 from surgeon.checkpoint.imported import uniform
+from surgeon.checkpoint.locate import DEMO, locate
 from surgeon.checkpoint.offline import fetching
-from surgeon.checkpoint.read import DEMO, QUANTIZATION, Checkpoint, locate, read_json
+from surgeon.checkpoint.read import QUANTIZATION, Checkpoint, read_json
 from surgeon.checkpoint.training import is_no_source
 from surgeon.errors import shown
 from surgeon.language.program import Program
@@ -29,7 +30,7 @@ from surgeon.models.families import Family, Unsupported, family_named, family_of
 from surgeon.models.families.fused import FUSED
 from surgeon.models.weights import Names
 from surgeon.models.wrappers import text_entries
-from surgeon.named import hub_name, on_disk
+from surgeon.named import hub_name, is_gguf, on_disk
 
 CONFIG = "config.json"
 MOST_LABELS = 1_000_000  # of a classifier, which a config.json may speak of
@@ -149,6 +150,8 @@ def find_config(what: str | Path) -> Path:
     """The config.json of a model; errors as `read_config_only`."""
     name = str(what)
     there = on_disk(what)
+    if is_gguf(what):  # which is one file with all that there is
+        return locate(what) / CONFIG
     if there is not None and not there.is_dir():
         if there.suffix.lower() != ".json":
             raise FileNotFoundError(

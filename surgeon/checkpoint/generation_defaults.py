@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from surgeon.checkpoint.belongings import GENERATION
-from surgeon.checkpoint.read import locate, read_json
+from surgeon.checkpoint.locate import locate
+from surgeon.checkpoint.read import read_json
 
 # Settings that change the text and are not applied, and the values with which they change nothing.
 _UNAPPLIED: dict[str, tuple[Any, ...]] = {

@@ -16,7 +16,8 @@ from transformers.utils import logging
 from surgeon.checkpoint.belongings import GENERATION
 from surgeon.checkpoint.config import dense_config, read_config
 from surgeon.checkpoint.forms import form_of
-from surgeon.checkpoint.read import Checkpoint, locate
+from surgeon.checkpoint.locate import locate
+from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.gpus import avoid_cudnn_attention
 from surgeon.models.edit import edit

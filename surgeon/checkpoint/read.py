@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgeon.checkpoint.belongings import patterns_for_the_hub
 from surgeon.checkpoint.imported import (
     Pair,
     divided_queries,
@@ -30,15 +29,11 @@ from surgeon.checkpoint.imported import (
     uniform,
     with_ranks,
 )
-from surgeon.checkpoint.offline import fetching
 from surgeon.checkpoint.tensor_file import Derived, TensorFiles, blocks_of, parse_json
-from surgeon.demo import demo_model
-from surgeon.errors import shown
 from surgeon.models.families import FAMILIES
 from surgeon.models.weights import Names
 from surgeon.models.weights.quantised import Quantised, quantised_matrices
 from surgeon.models.wrappers import Prefixes, Wrapper, renamed, wrapper_of
-from surgeon.named import HOW_TO_NAME, hub_name, on_disk
 
 TIED = "tie_word_embeddings"
 # Entries of a parsed configuration that are not of the decoder alone, or say how it was read.
@@ -112,9 +107,6 @@ UNPICKLE = (
 )
 ADAPTER_FILE = "adapter_config.json"
 QUANTIZATION = "quantization_config"  # of config.json: how weights are stored in few bits
-DEMO = "demo"
-# Of a model on the hub: what it consists of, what goes on with it, and code that a configuration may name.
-WANTED = ("*.json", "*.safetensors", "README.md", "*.py", *patterns_for_the_hub())
 # Entries of config.json that change nothing of what is computed: who wrote it and for which software, how training was
 # begun, and the dtype, which the weights themselves have.
 NOT_COMPUTED = frozenset(
@@ -123,40 +115,6 @@ NOT_COMPUTED = frozenset(
         *("dtype", "torch_dtype", "use_cache", "initializer_range", WEIGHTS_KEY),
     )
 )
-
-
-def locate(path_or_name: str | Path) -> Path:
-    """The folder of a model given as a folder, as "demo" for the one that ships with surgeon, or as a hub name.
-
-    A hub model is downloaded, or taken from the hub's cache, at the revision that is named.
-
-    Raises:
-        FileNotFoundError: if it is neither.
-        ValueError: if it is no text and no path, or an address of something else than a model on the hub.
-    """
-    if not isinstance(path_or_name, str | Path):
-        raise ValueError(
-            f"a model is given by its folder or its name on the hub, not by {type(path_or_name).__name__} "
-            f"{shown(path_or_name)}"
-        )
-    name = str(path_or_name)
-    there = on_disk(path_or_name)
-    if there is not None:
-        if not there.is_dir():
-            pickled = there.suffix.lower() in PICKLES
-            raise FileNotFoundError(
-                f"{there} is {PICKLE if pickled else 'a file'}; a model is a folder with config.json and *.safetensors"
-                f"{f' ({UNPICKLE})' if pickled else ''}"
-            )
-        return there
-    if name == DEMO:
-        return demo_model()
-    if (named := hub_name(name)) is None:
-        raise FileNotFoundError(f"there is no model folder {name}; {HOW_TO_NAME}")
-    with fetching(str(named), "", "check the name and the connection, or give the path of a local folder"):
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(named.repository, revision=named.revision, allow_patterns=[*WANTED]))
 
 
 class Checkpoint(TensorFiles):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from surgeon.checkpoint.belongings import REPORT_FILE
+from surgeon.checkpoint.belongings import GGUF_RECORD, REPORT_FILE
 from surgeon.checkpoint.read import Checkpoint, Wrapped, read_json
 from surgeon.checkpoint.training import is_no_source, lacking
 from surgeon.errors import shown
@@ -88,6 +88,13 @@ class StoredModel:
             ValueError: if it is damaged, or not what `surgeon.export` writes.
         """
         return _read_report(self.folder / REPORT_FILE)
+
+    @property
+    def gguf(self) -> dict[str, Any]:
+        """An entry for records: which GGUF file it was converted from; empty if it was not."""
+        if self.files is None or not (self.folder / GGUF_RECORD).is_file():
+            return {}
+        return {"gguf": read_json(self.folder / GGUF_RECORD)}
 
     @property
     def parameters(self) -> int:

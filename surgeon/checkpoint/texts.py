@@ -15,7 +15,8 @@ from transformers import AutoTokenizer
 
 from surgeon.checkpoint.belongings import GENERATION
 from surgeon.checkpoint.load import open_stored
-from surgeon.checkpoint.read import locate, read_json
+from surgeon.checkpoint.locate import locate
+from surgeon.checkpoint.read import read_json
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.words import first_few
 

@@ -38,7 +38,7 @@ _VARIANTS_LISTED = ", ".join(described(name, variant.note) for name, variant in 
 def bench(
     model: Annotated[
         str | Path | Model | EditedModel,
-        option("A checkpoint folder, a hub name, demo, or a recipe (.yaml).", metavar="DIR", kind=str),
+        option("A checkpoint folder, a hub name, a .gguf file, demo, or a recipe (.yaml).", metavar="DIR", kind=str),
     ],
     *,
     compare: Annotated[

@@ -24,8 +24,9 @@ from surgeon.checkpoint.config import CONFIG, find_config
 from surgeon.checkpoint.forms import per_layer_lists
 from surgeon.checkpoint.forms.base import NOT_ON_VLLM
 from surgeon.checkpoint.forms.fused import FUSED
+from surgeon.checkpoint.locate import DEMO
 from surgeon.checkpoint.random_weights import RandomCheckpoint, RandomFactors
-from surgeon.checkpoint.read import DEMO, QUANTIZATION, read_json
+from surgeon.checkpoint.read import QUANTIZATION, read_json
 from surgeon.checkpoint.streamed import StreamedLayers, require_streamable
 from surgeon.commands.on_ranks import draft_program
 from surgeon.exports.plan import check_exportable, layout_of
@@ -40,7 +41,7 @@ from surgeon.memory import show_size
 from surgeon.models.edit import as_stored, decoder_layers, edit, require_pairs, restore
 from surgeon.models.families.positions import rotated_layers, windowed_layers
 from surgeon.models.weights.quantised import rules_of
-from surgeon.named import on_disk
+from surgeon.named import is_gguf, on_disk
 from surgeon.opened import Model, open_model
 from surgeon.runtime.batching.windows import PASS_TOKENS
 from surgeon.runtime.plan.checks import make_plan
@@ -398,7 +399,9 @@ def with_shapes(model: str | Path | Model) -> Model:
         return model
     name = model.name if isinstance(model, Model) else str(model)
     folder = on_disk(name)
-    if not isinstance(model, Model) and (name == DEMO or (folder is not None and any(folder.glob("*.safetensors*")))):
+    if not isinstance(model, Model) and (
+        name == DEMO or is_gguf(name) or (folder is not None and any(folder.glob("*.safetensors*")))
+    ):
         return open_model(name)
     if isinstance(model, Model) and (folder is None or folder.is_dir()):
         return Model(name, RandomCheckpoint(Path(name), config=model.config), model.config, model.own)

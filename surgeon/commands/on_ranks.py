@@ -8,7 +8,7 @@ from surgeon.analysis.factors.factor_plan import plan_factors
 from surgeon.checkpoint.random_weights import RandomCheckpoint
 from surgeon.language.program import Program
 from surgeon.language.recipe import read_recipe
-from surgeon.named import is_recipe, on_disk
+from surgeon.named import is_gguf, is_recipe, on_disk
 from surgeon.opened import EditedModel, Model, open_model
 from surgeon.runtime.service_options import CODA, LOOKUP
 
@@ -53,9 +53,10 @@ def draft_program(model: Model, draft: str | Path | Program | EditedModel | None
         there = on_disk(draft)
     else:
         there = None
-    if there is not None and there.is_dir():
+    if there is not None and (there.is_dir() or is_gguf(there)):
+        kind = "folder" if there.is_dir() else "model"
         raise ValueError(
-            f"{draft} is a folder, and a draft is a program over the weights of the model that verifies; give the "
+            f"{draft} is a {kind}, and a draft is a program over the weights of the model that verifies; give the "
             "program, a recipe (.yaml) or a variant of the model"
         )
     weights = model.files is not None and not isinstance(model.checkpoint, RandomCheckpoint)

@@ -25,7 +25,8 @@ DATA_HELP = (
 )
 
 ModelName = Annotated[
-    "str | Path | Model", option("A model: a checkpoint folder, a name on the Hugging Face hub, or demo.", kind=str)
+    "str | Path | Model",
+    option("A model: a checkpoint folder, a name on the Hugging Face hub, a .gguf file, or demo.", kind=str),
 ]
 Data = Annotated["str | Path", option(DATA_HELP, "--data", kind=str)]
 DefaultData = Annotated[
@@ -132,7 +133,11 @@ ProcessDevice = Annotated[str, option("cpu, cuda (one GPU for each process), or 
 # Of what runs on ranks: processes here, unlike the ranks of matrices.
 Checkpoint = Annotated[
     "str | Path | Model",
-    option("A checkpoint folder, edited or not, or a hub name (owner/name@revision).", metavar="DIR", kind=str),
+    option(
+        "A checkpoint folder, edited or not, a hub name (owner/name@revision), or a .gguf file.",
+        metavar="DIR",
+        kind=str,
+    ),
 ]
 RanksDevice = Annotated[str, option("cpu, cuda (one GPU per rank), or auto: cuda where there are enough.")]
 Dtype = Annotated[

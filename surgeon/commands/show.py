@@ -21,7 +21,9 @@ _NAMED = 12  # tensors that a line names
 
 @command(lambda call: call())
 def show(
-    what: Annotated[str, option("A checkpoint folder, a hub name, demo, or a recipe (YAML).", metavar="DIR|RECIPE")],
+    what: Annotated[
+        str, option("A checkpoint folder, a hub name, a .gguf file, demo, or a recipe (YAML).", metavar="DIR|RECIPE")
+    ],
     other: Annotated[
         str | None, option("A second one: say in what the two differ.", metavar="[OTHER]", argument=True)
     ] = None,
@@ -44,7 +46,7 @@ def show(
     """
     from surgeon.checkpoint.belongings import REPORT_FILE
     from surgeon.checkpoint.describe import describe
-    from surgeon.checkpoint.read import locate
+    from surgeon.checkpoint.locate import locate
     from surgeon.checkpoint.write import verify as verify_files
     from surgeon.named import is_recipe
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from surgeon.checkpoint.read import DEMO
+from surgeon.checkpoint.locate import DEMO
 from surgeon.errors import did_you_mean
 from surgeon.language.operations.variants import HALVES, UPPER_BOUND, is_variant, variant_names, variant_of
 from surgeon.language.program import Program

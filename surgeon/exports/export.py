@@ -211,6 +211,7 @@ def source_record(original: Model, home: Path | None = None) -> dict[str, Any]:
         "parameters": original.parameters,
         "model_hash": original.hash,
         "card": inherit(home or original.folder).to_json(),
+        **original.gguf,
     }
 
 

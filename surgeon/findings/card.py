@@ -20,7 +20,7 @@ from surgeon.checkpoint.belongings import FileKind, kind_of
 from surgeon.checkpoint.companions import left_behind, left_by, names_in
 from surgeon.checkpoint.describe import Surgery, describe
 from surgeon.checkpoint.inherit import CARD_FILE, Inherited
-from surgeon.checkpoint.read import DEMO
+from surgeon.checkpoint.locate import DEMO
 from surgeon.checkpoint.sizes import size_lines
 from surgeon.checkpoint.training import STAGES
 from surgeon.findings.blocks import Table
@@ -211,6 +211,7 @@ def surgery(found: Surgery) -> dict[str, Any]:
         "proof": proof,
         "differ": _differ(proof) if proof else "",
         "source_hash": report.get("source", {}).get("model_hash"),
+        "gguf": report.get("source", {}).get("gguf"),
     }
 
 

@@ -99,6 +99,12 @@ def sync_tree(folder: Path) -> None:
         sync(path)
 
 
+def cache_folder(what: str) -> Path:
+    """Where files of some kind are kept on this machine, to be made again if they are gone."""
+    kept = os.environ.get("XDG_CACHE_HOME")
+    return (Path(kept) if kept else Path.home() / ".cache") / "surgeon" / what
+
+
 def check_space(folder: Path, needed: int) -> None:
     """Refuse to begin what the disk cannot hold."""
     while not folder.exists():

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from surgeon.checkpoint.belongings import REPORT_FILE
 from surgeon.checkpoint.companions import companions_at
 from surgeon.checkpoint.forms.fused import FUSED
-from surgeon.checkpoint.read import DEMO
+from surgeon.checkpoint.locate import DEMO
 from surgeon.checkpoint.training import Training, layers_by_recipe
 from surgeon.exports.export import source_record
 from surgeon.exports.plan import layout_of
@@ -193,6 +193,7 @@ def record_of(
         seed=settings.seed,
         program=str(program_to_heal(edited)),
         recipe=edited.recipe and edited.recipe.to_yaml(),
+        **edited.model.gguf,
         **found.record(texts, settings),
         **{name: None if quality is None else quality.to_json() for name, quality in qualities.items()},
     )

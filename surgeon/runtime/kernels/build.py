@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from surgeon.processes.files import whole_file
+from surgeon.processes.files import cache_folder, whole_file
 
 SWITCH = "SURGEON_KERNELS"  # in the environment: "off" for PyTorch's own operations
 COMPILERS = ("c++", "g++", "clang++")  # in this order, unless CXX names one
@@ -64,14 +64,8 @@ def find_compiler() -> str | None:
     return next((path for path in found if path is not None), None)
 
 
-def cache_folder() -> Path:
-    """Where libraries are kept."""
-    kept = os.environ.get("XDG_CACHE_HOME")
-    return (Path(kept) if kept else Path.home() / ".cache") / "surgeon" / "kernels"
-
-
 def _loaded(compiler: str) -> CDLL:
-    path = cache_folder() / f"{_identity(compiler)}.so"
+    path = cache_folder("kernels") / f"{_identity(compiler)}.so"
     if path.is_file():
         with suppress(OSError):  # it is no library; whatever it is, a new one takes its place
             return CDLL(str(path))

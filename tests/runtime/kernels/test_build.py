@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from surgeon.processes.files import cache_folder
 from surgeon.runtime.kernels import build, triton, used
-from surgeon.runtime.kernels.build import SWITCH, cache_folder, find_compiler
+from surgeon.runtime.kernels.build import SWITCH, find_compiler
 from surgeon.runtime.kernels.used import kernels_used, warn_without_kernels
 
 COMPILER = find_compiler()
@@ -59,7 +60,7 @@ def test_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert library.answer() == 42
     compiled = [line for line in calls.read_text().splitlines() if "-shared" in line]
     assert len(compiled) == 1
-    assert len(list(cache_folder().iterdir())) == 1
+    assert len(list(cache_folder("kernels").iterdir())) == 1
 
 
 @needs_compiler
@@ -86,7 +87,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
 def test_what_is_no_library_in_the_cache() -> None:
     """It is made anew."""
     assert COMPILER is not None
-    path = cache_folder() / f"{build._identity(COMPILER)}.so"
+    path = cache_folder("kernels") / f"{build._identity(COMPILER)}.so"
     path.parent.mkdir(parents=True)
     path.write_text("no library")
     library = build_again().library
