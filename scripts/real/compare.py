@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from transformers.utils import logging as transformers_logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
@@ -54,6 +55,7 @@ SMALLER = {"mixture": "drop,repeat,rank,width"}
 KEYS = ["goal", "method", "stage", "on", "metric"]
 COLUMNS = [*KEYS, "value", "low", "high", "count", "reached", "healed_on", "program"]
 DENSE = "dense"
+MARK = "<|endoftext|>"  # between the documents of some texts, which is no token of every model
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ class Texts:
                 healed["demo:train"] = 1.0
                 searched = searched or "demo:train"
                 continue
-            whole = Path(text).read_text(encoding="utf-8")
+            whole = Path(text).read_text(encoding="utf-8").replace(MARK, "\n")
             cut = [whole.find("\n", len(whole) * quarter // 4) + 1 for quarter in (1, 2)]
             parts = {"search": whole[: cut[0]], "judge": whole[cut[0] : cut[1]], "heal": whole[cut[1] :]}
             for use, part in parts.items():
@@ -299,6 +301,7 @@ def main() -> None:
     parser.add_argument("--tasks", type=lambda text: text.split(","), default=[])
     parser.add_argument("--rows", type=int, default=100, help="of each task")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no further program after so many")
+    transformers_logging.disable_progress_bar()
     Comparison(parser.parse_args()).run()
 
 
