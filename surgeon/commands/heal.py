@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from surgeon.opened import EditedModel, Model
     from surgeon.training.distill.distiller import Distillation
     from surgeon.training.model import RackOptions
+    from surgeon.training.self_text import SelfText
     from surgeon.training.settings import TrainSettings
 
 HIDDEN_WEIGHT = 10.0  # of the streams beside the logits: in three of three edits it left a lower divergence than 1
@@ -248,7 +249,8 @@ def heal(
         several(
             "Text to train on; as --eval-data, or demo:train (what demo leaves out). Rows with messages, "
             "conversations, or prompt and completion (or chosen) are conversations, of which answers alone are trained "
-            "on. Several texts with their shares of the windows: --data A=0.7 --data B=0.3.",
+            "on. Several texts with their shares of the windows: --data A=0.7 --data B=0.3. self: the original "
+            "writes the text itself, and its predictions are learned unless --distill says otherwise.",
             "--data",
         ),
     ],
@@ -266,6 +268,13 @@ def heal(
         int | None,
         option("Tokens to measure on, in whole windows. Default: 16384 at most, and of --data no more than a tenth."),
     ] = None,
+    self_temperature: Annotated[
+        float,
+        option(
+            "At which the original draws the text of --data self: at 1 what it holds likely, as often; below that less "
+            "varied text."
+        ),
+    ] = 1.0,
     window: Window = None,
     separator: Separator = None,
     chat_template: Annotated[
@@ -350,8 +359,19 @@ def heal(
     from surgeon.training.model import train_model
     from surgeon.training.run import run_folder
     from surgeon.training.texts import in_template, load_texts, texts_by_weight
+    from surgeon.training.token_store import SELF
 
     how = _settings(settings, racks is not None)
+    by_weight = texts_by_weight(data)
+    is_own = by_weight == SELF or (not isinstance(by_weight, str) and SELF in by_weight)
+    if is_own:
+        how = _towards_original(how, tokens)
+    elif self_temperature != 1.0:
+        raise ValueError(f"self_temperature is of text that the original writes; train on {SELF}, or leave it out")
+    if eval_data == SELF:
+        raise ValueError(f"of the text that is trained on as {SELF} the end is held out by default; name no other")
+    if by_weight == SELF and eval_data is None and separator is not None:
+        raise ValueError(f"the separator divides a text that is read, and {SELF} is written; leave it out")
     target = Path(output)
     check_storage(form, dtype)
     check_target(target, overwrite)
@@ -362,16 +382,23 @@ def heal(
     cut = None if racks is None else racks.cut(runs)
     check_shapes(edited, how, cut, None if keep_adapter else form)
     size = window_for(edited.model.config, window)
+    tokenizer = in_template(edited.model.tokenizer, chat_template)
+    own = None
+    if is_own:
+        own = _own_text(original, tokenizer, size, folder, documents, how, self_temperature, where)
     texts = load_texts(
-        in_template(edited.model.tokenizer, chat_template),
-        texts_by_weight(data),
+        tokenizer,
+        by_weight,
         size,
         tokens or how.tokens_on(size),
         None if eval_data is None else str(eval_data),
         eval_tokens,
         separator,
         documents,
+        own=own,
     )
+    if own is not None and processes.is_main_process:
+        say(own.line())
     with processes.main_process_first():
         edited = with_factors(edited, folder / "factors")
     announce(processes, where, how.method, texts, how, edited.model.tokenizer, show_row)
@@ -399,7 +426,7 @@ def heal(
     whole = found.whole
     say(*found.lines())
     say_stages({"original": whole.original, "edited": whole.before, "healed": whole.after})
-    record = record_of(edited, original, texts, how, found)
+    record = record_of(edited, original, texts, how, found) | ({} if own is None else {"written": own.record()})
     if keep_adapter:
         export_with_adapter(whole.model, target, base_of=edited if edited.model.checkpoint.quantised else None)
     else:
@@ -409,6 +436,38 @@ def heal(
         say_proof(proof, "the recipe's")
     found.finish(record)
     return replace(HealRun.read(folder), files=(target,))
+
+
+def _towards_original(how: TrainSettings, tokens: int | None) -> TrainSettings:
+    """Settings for text that the original writes: a model learns its predictions there where nothing else is asked."""
+    from surgeon.training.distill.distiller import Distillation
+    from surgeon.training.token_store import SELF
+
+    if how.steps is None and how.epochs is not None and tokens is None:
+        raise ValueError(
+            f"epochs go through a text, and of {SELF} there is as much as is asked for; say how much by tokens, or give "
+            "steps in place of epochs"
+        )
+    return replace(how, distillation=how.distillation or Distillation())
+
+
+def _own_text(
+    original: EditedModel | None,
+    tokenizer: Any,
+    window: int,
+    folder: Path,
+    documents: Literal["joined", "apart", "whole"],
+    how: TrainSettings,
+    temperature: float,
+    device: str,
+) -> SelfText:
+    from surgeon.training.self_text import SelfText
+
+    if original is None:
+        raise ValueError("the original is to write the text, and is not known; name it as the teacher")
+    return SelfText(
+        original, tokenizer, window, folder / "self", documents, seed=how.seed, temperature=temperature, device=device
+    )
 
 
 def _settings(asked: TrainSettings | str | None, by_racks: bool) -> TrainSettings:
