@@ -361,17 +361,12 @@ def heal(
     from surgeon.training.texts import in_template, load_texts, texts_by_weight
     from surgeon.training.token_store import SELF
 
-    how = _settings(settings, racks is not None)
     by_weight = texts_by_weight(data)
-    is_own = by_weight == SELF or (not isinstance(by_weight, str) and SELF in by_weight)
+    is_own = SELF in ([by_weight] if isinstance(by_weight, str) else by_weight)
+    how = _settings(settings, racks is not None)
     if is_own:
         how = _towards_original(how, tokens)
-    elif self_temperature != 1.0:
-        raise ValueError(f"self_temperature is of text that the original writes; train on {SELF}, or leave it out")
-    if eval_data == SELF:
-        raise ValueError(f"of the text that is trained on as {SELF} the end is held out by default; name no other")
-    if by_weight == SELF and eval_data is None and separator is not None:
-        raise ValueError(f"the separator divides a text that is read, and {SELF} is written; leave it out")
+    _check_self(is_own, self_temperature, eval_data, separator if by_weight == SELF else None)
     target = Path(output)
     check_storage(form, dtype)
     check_target(target, overwrite)
@@ -383,9 +378,7 @@ def heal(
     check_shapes(edited, how, cut, None if keep_adapter else form)
     size = window_for(edited.model.config, window)
     tokenizer = in_template(edited.model.tokenizer, chat_template)
-    own = None
-    if is_own:
-        own = _own_text(original, tokenizer, size, folder, documents, how, self_temperature, where)
+    own = _own_text(original, tokenizer, size, folder, documents, how, self_temperature, where) if is_own else None
     texts = load_texts(
         tokenizer,
         by_weight,
@@ -438,15 +431,23 @@ def heal(
     return replace(HealRun.read(folder), files=(target,))
 
 
+def _check_self(is_own: bool, temperature: float, eval_data: str | Path | None, separator: str | None) -> None:
+    if temperature != 1.0 and not is_own:
+        raise ValueError("self_temperature is of text that the original writes; train on self, or leave it out")
+    if eval_data is not None and str(eval_data) == "self":
+        raise ValueError("self is written to train on, and by default the end of it is held out; name no text for that")
+    if separator is not None and eval_data is None:
+        raise ValueError("a separator divides text that is read, and self is written; leave it out")
+
+
 def _towards_original(how: TrainSettings, tokens: int | None) -> TrainSettings:
-    """Settings for text that the original writes: a model learns its predictions there where nothing else is asked."""
+    """Settings for text that the original writes: its predictions there are learned where nothing else is asked."""
     from surgeon.training.distill.distiller import Distillation
-    from surgeon.training.token_store import SELF
 
     if how.steps is None and how.epochs is not None and tokens is None:
         raise ValueError(
-            f"epochs go through a text, and of {SELF} there is as much as is asked for; say how much by tokens, or give "
-            "steps in place of epochs"
+            "epochs go through a text, and the original writes as much as is asked for; say how much by tokens, or "
+            "give steps in place of epochs"
         )
     return replace(how, distillation=how.distillation or Distillation())
 
