@@ -250,7 +250,8 @@ def heal(
             "Text to train on; as --eval-data, or demo:train (what demo leaves out). Rows with messages, "
             "conversations, or prompt and completion (or chosen) are conversations, of which answers alone are trained "
             "on. Several texts with their shares of the windows: --data A=0.7 --data B=0.3. self: the original "
-            "writes the text itself, and its predictions are learned unless --distill says otherwise.",
+            "writes the text itself, and its predictions are learned (by racks also its streams) unless --distill says "
+            "otherwise.",
             "--data",
         ),
     ],
@@ -365,7 +366,7 @@ def heal(
     is_own = SELF in ([by_weight] if isinstance(by_weight, str) else by_weight)
     how = _settings(settings, racks is not None)
     if is_own:
-        how = _towards_original(how, tokens)
+        how = _towards_original(how, tokens, racks is not None)
     _check_self(is_own, self_temperature, eval_data, separator if by_weight == SELF else None)
     target = Path(output)
     check_storage(form, dtype)
@@ -440,8 +441,8 @@ def _check_self(is_own: bool, temperature: float, eval_data: str | Path | None, 
         raise ValueError("a separator divides text that is read, and self is written; leave it out")
 
 
-def _towards_original(how: TrainSettings, tokens: int | None) -> TrainSettings:
-    """Settings for text that the original writes: its predictions there are learned where nothing else is asked."""
+def _towards_original(how: TrainSettings, tokens: int | None, by_racks: bool) -> TrainSettings:
+    """The settings, towards the original's predictions, of racks also its streams, where nothing of it is asked for."""
     from surgeon.training.distill.distiller import Distillation
 
     if how.steps is None and how.epochs is not None and tokens is None:
@@ -449,7 +450,8 @@ def _towards_original(how: TrainSettings, tokens: int | None) -> TrainSettings:
             "epochs go through a text, and the original writes as much as is asked for; say how much by tokens, or "
             "give steps in place of epochs"
         )
-    return replace(how, distillation=how.distillation or Distillation())
+    hidden = HIDDEN_WEIGHT if by_racks else 0.0
+    return replace(how, distillation=how.distillation or Distillation(hidden=hidden))
 
 
 def _own_text(
