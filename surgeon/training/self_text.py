@@ -20,6 +20,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+from numpy.typing import NDArray
 
 from surgeon.checkpoint.messages import REFUSALS
 from surgeon.checkpoint.texts import Encoder
@@ -176,12 +177,13 @@ class SelfText(TextSource):
                     texts = self._texts(service, range(first, first + min(side_by_side, missing)))
                     self._seconds += time.monotonic() - begun
                     self._new += sum(map(len, texts))
-                    kept.append(*({"tokens": ids, "text": self.tokenizer.decode(ids)} for ids in texts))
-                    for ids in texts:
-                        kept.texts.append(np.array(ids, np.int32))
+                    lines = [{"tokens": ids, "text": self.tokenizer.decode(ids)} for ids in texts]
+                    kept.append(*lines)
+                    for line in lines:
+                        kept.take(line)
                         yield [self._counted(kept.texts[-1])]
 
-    def _counted(self, ids: np.ndarray[Any, np.dtype[np.int32]]) -> Tokens:
+    def _counted(self, ids: NDArray[np.int32]) -> Tokens:
         self.written["conversations"] += self._is_conversation(self.written["texts"])
         self.written["texts"] += 1
         self.written["tokens"] += len(ids)
@@ -222,7 +224,7 @@ class _KeptTexts(Journal):
     """The texts of a file, in the order of their numbers."""
 
     def __init__(self, path: Path, follows: dict[str, Any]) -> None:
-        self.texts = list[np.ndarray[Any, np.dtype[np.int32]]]()
+        self.texts = list[NDArray[np.int32]]()
         super().__init__(path, "self-text", follows)
 
     def take(self, line: Any) -> None:
