@@ -79,7 +79,7 @@ def settings_of(
     learning_rate: Annotated[float | None, option("At its highest. Default: 1e-4, or 1e-3 with --lora.")] = None,
     schedule: Annotated[str | None, option("linear, cosine, constant, ... Default: linear.")] = None,
     warmup: Annotated[int | None, option("Steps in which the learning rate rises. Default: 0.")] = None,
-    seed: Annotated[int, option("Of the order of the text, dropout and adapters.")] = 0,
+    seed: Annotated[int, option("Of the order of the text, dropout, adapters, and text of --data self.")] = 0,
     evaluate_every: Annotated[int, option("Steps between measurements on held-out text.")] = 100,
     save_every: Annotated[int, option("Steps between checkpoints of the run.")] = 100,
     patience: Annotated[
@@ -420,7 +420,9 @@ def heal(
     whole = found.whole
     say(*found.lines())
     say_stages({"original": whole.original, "edited": whole.before, "healed": whole.after})
-    record = record_of(edited, original, texts, how, found) | ({} if own is None else {"written": own.record()})
+    record = record_of(edited, original, texts, how, found)
+    if own is not None:
+        record |= {"written": own.record(), "method": f"{record['method']}; the original wrote self"}
     if keep_adapter:
         export_with_adapter(whole.model, target, base_of=edited if edited.model.checkpoint.quantised else None)
     else:

@@ -197,6 +197,9 @@ def test_the_original_writes_the_text(
     assert written["tokens"] == sum(len(json.loads(line)["tokens"]) for line in kept) >= 2560
     report = json.loads((tmp_path / "healed" / "surgeon.json").read_text())
     assert (report["trained"]["data"], report["trained"]["written"]) == ("self", written)
+    assert "distilled from the original; the original wrote self" in " ".join(
+        (tmp_path / "healed" / "README.md").read_text().split()
+    )
     code, _, err = surgeon_says("heal", tmp_path / "healed", "--data", "self", *QUICK, "-o", tmp_path / "again")
     assert (code, "the original is to write the text, and is not known; name it as the teacher" in err) == (1, True)
 
