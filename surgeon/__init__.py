@@ -19,6 +19,7 @@ from surgeon.version import __version__
 if TYPE_CHECKING:
     from surgeon.commands.bench import bench
     from surgeon.commands.calibrate import calibrate
+    from surgeon.commands.chat import chat
     from surgeon.commands.check import check
     from surgeon.commands.edit import edit
     from surgeon.commands.evaluate import evaluate
@@ -87,6 +88,7 @@ __all__ = [
     "__version__",
     "bench",
     "calibrate",
+    "chat",
     "check",
     "demo_data",
     "demo_model",

@@ -363,6 +363,26 @@ def save_checkpoint(
     return folder
 
 
+POSITIONS = 8192  # so that a request can be made to last
+# Writes the roles as text, refuses any it does not know, and begins like the tokenizer does.
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{% if message.role not in ('system', 'user', 'assistant') %}"
+    "{{ raise_exception('roles are system, user and assistant') }}{% endif %}"
+    "[{{ message.role }}] {{ message.content }} {% endfor %}"
+    "{% if enable_thinking is defined and not enable_thinking %}[quiet] {% endif %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+def chat_checkpoint(folder: Path, **config_overrides: Any) -> Path:
+    """A tiny Llama with a chat template and many positions."""
+    save_checkpoint(folder, **({"max_position_embeddings": POSITIONS} | config_overrides))
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def sample_sentences(seed: int = 0) -> Iterator[str]:
     """Endless sentences made of the tokenizer's own words, the same for the same seed."""
     words = TEXT.split()

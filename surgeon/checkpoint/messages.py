@@ -8,12 +8,13 @@ own templates take them) or its JSON (as OpenAI's API sends them, and DeepSeek's
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from jinja2 import TemplateError
 
-from surgeon.errors import shown
+from surgeon.errors import first_line, shown
 
 # What chat templates raise about messages that they do not take.
 REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
@@ -50,6 +51,52 @@ def _part(part: Any, name: str) -> str:
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     raise ValueError(f'{name} must be {{"type": "text", "text": ...}}, not {shown(part)}')
+
+
+def opening(system: str | None) -> list[Message]:
+    """What a conversation begins with: a system message, or nothing."""
+    if system is None:
+        return []
+    return [{"role": "system", "content": system}]
+
+
+def chat_text(
+    tokenizer: Any, messages: list[Message], name: str = "the model", variables: Mapping[str, Any] | None = None
+) -> str:
+    """Write plain messages in a tokenizer's chat template, up to where the next answer begins.
+
+    The template writes special tokens, the BOS among them; the text is to be tokenized without any more.
+
+    Args:
+        name: of the model, for errors.
+        variables: what the template knows besides, such as enable_thinking.
+
+    Raises:
+        ValueError: if there is no template, or it does not take these messages or writes no system message.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"{name} has no chat template, which says how its chats are written; put a chat_template.jinja beside its "
+            "tokenizer, that of its chat version, say, or have it go on from text (surgeon generate without --chat)"
+        )
+
+    def write(form: list[Message]) -> str:
+        options = {"add_generation_prompt": True, "tokenize": False, **(variables or {})}
+        return str(tokenizer.apply_chat_template(form, **options))
+
+    has_system = messages[0]["role"] == "system" and bool(messages[0]["content"])
+    try:
+        text = write(with_calls_written(write, messages))
+    except REFUSALS as error:
+        what = " with ".join(["these messages", *(variables or ())])
+        if has_system:
+            with suppress(*REFUSALS):
+                write(messages[1:])
+                what = "a system message, which has to be left out"
+        raise ValueError(f"{name}'s chat template does not take {what}: {first_line(error)}") from error
+    if has_system and len(messages) > 1 and not differs(write, messages[1:], text):
+        raise ValueError(f"{name}'s chat template writes nothing of a system message; leave it out")
+    return text
 
 
 def with_calls_written(write: Callable[[list[Message]], str], messages: list[Message]) -> list[Message]:

@@ -153,11 +153,12 @@ def read_tokenizer(path_or_name: str | Path) -> Any:
         ) from error
 
 
-def encode(encoder: Encoder, prompt: str, most: int) -> list[int]:
+def encode(encoder: Encoder, prompt: str, most: int, special: bool = True) -> list[int]:
     """The token ids of a prompt.
 
     Args:
         most: how many it may have.
+        special: as of the encoder.
 
     Raises:
         ValueError: if it has none, is far longer, or is not text.
@@ -171,7 +172,7 @@ def encode(encoder: Encoder, prompt: str, most: int) -> list[int]:
         prompt.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"the prompt is not text in UTF-8 (at character {error.start})") from error
-    tokens = encoder(prompt)
+    tokens = encoder(prompt, special)
     if not tokens:
         raise ValueError("the prompt is empty: it has no tokens; give at least one character")
     return tokens

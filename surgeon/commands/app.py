@@ -18,6 +18,7 @@ import typer
 from surgeon.commands.bench import bench
 from surgeon.commands.calibrate import calibrate
 from surgeon.commands.card import card
+from surgeon.commands.chat import chat
 from surgeon.commands.check import check
 from surgeon.commands.command import line_of
 from surgeon.commands.demo import demo
@@ -59,6 +60,7 @@ COMMANDS = (
     (card, "Write a checkpoint's model card, with what was measured."),
     (evaluate, "Measure perplexity, divergence, and accuracy on tasks."),
     (generate, "Continue a text, on one or several ranks."),
+    (chat, "Talk with a model, on one or several ranks."),
     (serve, "Answer requests as OpenAI's API does, on one or several ranks."),
     (bench, "Measure how fast programs run on ranks, one against another."),
     (predict, "Say what programs would cost on hardware you do not have."),

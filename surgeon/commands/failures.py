@@ -26,6 +26,7 @@ _ANEW = f"{_KEEPS_NOTHING}; the same command would begin anew"
 _INTERRUPTED = {
     "export": f"no checkpoint was written, and factors that were made are kept; {_GOES_ON}",
     "generate": "the text is not finished",
+    "chat": "the conversation is lost",
     "serve": "requests that were running are lost",
     "bench": _ANEW,
     "calibrate": _ANEW,

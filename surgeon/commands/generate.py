@@ -21,15 +21,22 @@ from surgeon.commands.options import (
     Halves,
     Kv,
     LowRank,
+    MinP,
     ProgramText,
     Ranks,
+    RepetitionPenalty,
+    Seed,
+    Stop,
+    System,
+    Temperature,
+    TopK,
+    TopP,
     ranks_of,
 )
 from surgeon.errors import shown
 from surgeon.named import is_recipe
 
 if TYPE_CHECKING:
-    from surgeon.checkpoint.generation_defaults import Defaults
     from surgeon.commands.generation import GeneratedText, Generation
     from surgeon.opened import Model
     from surgeon.runtime.batching.request import Event, Sampling
@@ -122,32 +129,18 @@ def generate(
     ],
     *,
     max_new_tokens: Annotated[int, option("How many tokens to add to each at most.", least=1)] = 64,
-    temperature: Annotated[
-        float, option("0 takes the most likely token each time (greedy); the higher, the more often unlikely ones.")
-    ] = 0.0,
-    top_p: Annotated[
-        float, option("Draw among the fewest most likely tokens that have this probability together; 0 is greedy.")
-    ] = 1.0,
-    top_k: Annotated[int, option("Draw among this many of the most likely tokens; 0 is all.")] = 0,
-    min_p: Annotated[float, option("Draw among tokens at least this times as likely as the most likely one.")] = 0.0,
-    repetition_penalty: Annotated[
-        float | None,
-        option(
-            "Above 1, tokens of prompt and text so far become less likely. Default: the checkpoint's own "
-            "(generation_config.json), or 1, which is none."
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        option(
-            "The same seed draws the same texts again, for any --tp and --max-batch: each prompt has random numbers of "
-            "its own, by the seed and its place (the first prompt, the second, and so on), whatever the others are. "
-            "Default: another seed each time."
-        ),
-    ] = None,
-    stop: Annotated[
-        Sequence[str], option("A text that ends what is written, and is no part of it; may be repeated.")
-    ] = (),
+    chat: Annotated[
+        bool,
+        option("Put each prompt into the tokenizer's chat template, as what a user says; the text is the answer."),
+    ] = False,
+    system: System = None,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = None,
+    seed: Seed = None,
+    stop: Stop = (),
     max_batch: Annotated[int, option("Texts that are computed together; others follow as these end.", least=1)] = 32,
     draft: Draft = None,
     draft_tokens: DraftTokens = None,
@@ -185,11 +178,12 @@ def generate(
             prompt is empty, too long, or not text, or there is none.
         RankFailed: if a rank fails.
     """
-    from surgeon.checkpoint.generation_defaults import read_defaults
     from surgeon.runtime.batching.request import Sampling
     from surgeon.runtime.worker.options import RankOptions
     from surgeon.runtime.worker.ranks import early_ranks
 
+    if system is not None and not chat:
+        raise ValueError("a system message stands in the chat template; ask for chat (--chat), too")
     texts_by_place = _by_place(prompts)
     if not isinstance(model, str | Path) or is_recipe(model):  # open, or none at all, which is said here
         from surgeon.commands.on_ranks import stored_model
@@ -197,12 +191,11 @@ def generate(
 
         model, program = stored_model(model, program)
         model = open_model(model)
-    defaults = read_defaults(model if isinstance(model, str | Path) else model.folder)
-    chosen = defaults.applied() | ({} if repetition_penalty is None else {"repetition_penalty": repetition_penalty})
-    sampling = Sampling(
-        temperature, top_p, top_k, min_p, seed=seed, max_new_tokens=max_new_tokens, stop=tuple(stop), **chosen
+    sampling = choose_sampling(
+        model if isinstance(model, str | Path) else model.folder,
+        repetition_penalty,
+        Sampling(temperature, top_p, top_k, min_p, seed=seed, max_new_tokens=max_new_tokens, stop=tuple(stop)),
     )
-    _warn(sampling, defaults)
     on = RankOptions.of(ranks)
     with early_ranks(on) as started:
         # These need `transformers`, and take as long to import as ranks take to start.
@@ -215,7 +208,8 @@ def generate(
 
         opened = open_model(model)
         shared = 1 if pipeline else on.ranks
-        tokens = _encode(opened, texts_by_place, make_plan(opened, shared, None, program).max_tokens)
+        most = make_plan(opened, shared, None, program).max_tokens
+        tokens = _encode(opened, texts_by_place, most, chat, system)
         options = ServiceOptions(
             draft=draft_program(opened, draft),
             ranks=on,
@@ -258,30 +252,44 @@ def _by_place(prompts: str | Sequence[str] | Mapping[str, str]) -> Mapping[str, 
     return prompts
 
 
-def _warn(sampling: Sampling, defaults: Defaults) -> None:
-    """Say what has no effect, and what the checkpoint asks for that is not done."""
+def choose_sampling(folder: str | Path, repetition_penalty: float | None, asked: Sampling) -> Sampling:
+    """Add what a checkpoint says to how tokens were asked to be chosen.
+
+    What has no effect, and what the checkpoint asks for that is not done, is warned of.
+    """
+    from surgeon.checkpoint.generation_defaults import read_defaults
     from surgeon.runtime.batching.request import Sampling
 
+    defaults = read_defaults(folder)
+    chosen = defaults.applied() | ({} if repetition_penalty is None else {"repetition_penalty": repetition_penalty})
+    sampling = replace(asked, **chosen)
     changed = [name for name in ("top_p", "top_k", "min_p") if getattr(sampling, name) != getattr(Sampling, name)]
     if not sampling.temperature and (idle := changed + (["seed"] if sampling.seed is not None else [])):
         warnings.warn(f"{', '.join(idle)}: of no effect without a temperature, which draws tokens", stacklevel=4)
     if sampling.temperature:
-        asked = {*changed, "do_sample", "temperature"}
+        wanted = {*changed, "do_sample", "temperature"}
     else:
-        asked = set(changed)
-    if complaint := defaults.complaint(asked):
+        wanted = set(changed)
+    if complaint := defaults.complaint(wanted):
         warnings.warn(complaint, stacklevel=4)
+    return sampling
 
 
-def _encode(model: Model, prompts: Mapping[str, str], most: int) -> list[list[int]]:
+def _encode(model: Model, prompts: Mapping[str, str], most: int, chat: bool, system: str | None) -> list[list[int]]:
     """The token ids of the prompts, at most so many of each; an error says where a prompt stands, if there are more."""
+    from surgeon.checkpoint.messages import chat_text, opening
     from surgeon.checkpoint.texts import Encoder, encode
 
     encoder = Encoder(model.tokenizer)
     found = []
     for place, prompt in prompts.items():
         try:
-            found.append(encode(encoder, prompt, most))
+            if chat:
+                messages = [*opening(system), {"role": "user", "content": prompt}]
+                asked = chat_text(model.tokenizer, messages, model.name)
+                found.append(encode(encoder, asked, most, special=False))
+            else:
+                found.append(encode(encoder, prompt, most))
         except ValueError as error:
             raise (error if len(prompts) == 1 else ValueError(f"{place}: {error}")) from None
     return found

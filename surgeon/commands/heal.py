@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from surgeon.opened import EditedModel, Model
     from surgeon.training.distill.distiller import Distillation
     from surgeon.training.model import RackOptions
+    from surgeon.training.self_text import SelfText
     from surgeon.training.settings import TrainSettings
 
 HIDDEN_WEIGHT = 10.0  # of the streams beside the logits: in three of three edits it left a lower divergence than 1
@@ -78,7 +79,7 @@ def settings_of(
     learning_rate: Annotated[float | None, option("At its highest. Default: 1e-4, or 1e-3 with --lora.")] = None,
     schedule: Annotated[str | None, option("linear, cosine, constant, ... Default: linear.")] = None,
     warmup: Annotated[int | None, option("Steps in which the learning rate rises. Default: 0.")] = None,
-    seed: Annotated[int, option("Of the order of the text, dropout and adapters.")] = 0,
+    seed: Annotated[int, option("Of the order of the text, dropout, adapters, and text of --data self.")] = 0,
     evaluate_every: Annotated[int, option("Steps between measurements on held-out text.")] = 100,
     save_every: Annotated[int, option("Steps between checkpoints of the run.")] = 100,
     patience: Annotated[
@@ -248,7 +249,9 @@ def heal(
         several(
             "Text to train on; as --eval-data, or demo:train (what demo leaves out). Rows with messages, "
             "conversations, or prompt and completion (or chosen) are conversations, of which answers alone are trained "
-            "on. Several texts with their shares of the windows: --data A=0.7 --data B=0.3.",
+            "on. Several texts with their shares of the windows: --data A=0.7 --data B=0.3. self: the original "
+            "writes the text itself, and its predictions are learned (by racks also its streams) unless --distill says "
+            "otherwise.",
             "--data",
         ),
     ],
@@ -266,6 +269,13 @@ def heal(
         int | None,
         option("Tokens to measure on, in whole windows. Default: 16384 at most, and of --data no more than a tenth."),
     ] = None,
+    self_temperature: Annotated[
+        float,
+        option(
+            "At which the original draws the text of --data self: at 1 what it holds likely, as often; below that less "
+            "varied text."
+        ),
+    ] = 1.0,
     window: Window = None,
     separator: Separator = None,
     chat_template: Annotated[
@@ -350,8 +360,14 @@ def heal(
     from surgeon.training.model import train_model
     from surgeon.training.run import run_folder
     from surgeon.training.texts import in_template, load_texts, texts_by_weight
+    from surgeon.training.token_store import SELF
 
+    by_weight = texts_by_weight(data)
+    is_own = SELF in ([by_weight] if isinstance(by_weight, str) else by_weight)
     how = _settings(settings, racks is not None)
+    if is_own:
+        how = _towards_original(how, tokens, racks is not None)
+    _check_self(is_own, self_temperature, eval_data, separator if by_weight == SELF else None)
     target = Path(output)
     check_storage(form, dtype)
     check_target(target, overwrite)
@@ -362,16 +378,21 @@ def heal(
     cut = None if racks is None else racks.cut(runs)
     check_shapes(edited, how, cut, None if keep_adapter else form)
     size = window_for(edited.model.config, window)
+    tokenizer = in_template(edited.model.tokenizer, chat_template)
+    own = _own_text(original, tokenizer, size, folder, documents, how, self_temperature, where) if is_own else None
     texts = load_texts(
-        in_template(edited.model.tokenizer, chat_template),
-        texts_by_weight(data),
+        tokenizer,
+        by_weight,
         size,
         tokens or how.tokens_on(size),
         None if eval_data is None else str(eval_data),
         eval_tokens,
         separator,
         documents,
+        own=own,
     )
+    if own is not None and processes.is_main_process:
+        say(own.line())
     with processes.main_process_first():
         edited = with_factors(edited, folder / "factors")
     announce(processes, where, how.method, texts, how, edited.model.tokenizer, show_row)
@@ -400,6 +421,8 @@ def heal(
     say(*found.lines())
     say_stages({"original": whole.original, "edited": whole.before, "healed": whole.after})
     record = record_of(edited, original, texts, how, found)
+    if own is not None:
+        record |= {"written": own.record(), "method": f"{record['method']}; the original wrote self"}
     if keep_adapter:
         export_with_adapter(whole.model, target, base_of=edited if edited.model.checkpoint.quantised else None)
     else:
@@ -409,6 +432,47 @@ def heal(
         say_proof(proof, "the recipe's")
     found.finish(record)
     return replace(HealRun.read(folder), files=(target,))
+
+
+def _check_self(is_own: bool, temperature: float, eval_data: str | Path | None, separator: str | None) -> None:
+    if temperature != 1.0 and not is_own:
+        raise ValueError("self_temperature is of text that the original writes; train on self, or leave it out")
+    if eval_data is not None and str(eval_data) == "self":
+        raise ValueError("self is written to train on, and by default the end of it is held out; name no text for that")
+    if separator is not None and eval_data is None:
+        raise ValueError("a separator divides text that is read, and self is written; leave it out")
+
+
+def _towards_original(how: TrainSettings, tokens: int | None, by_racks: bool) -> TrainSettings:
+    """The settings, towards the original's predictions, of racks also its streams, where nothing of it is asked for."""
+    from surgeon.training.distill.distiller import Distillation
+
+    if how.steps is None and how.epochs is not None and tokens is None:
+        raise ValueError(
+            "epochs go through a text, and the original writes as much as is asked for; say how much by tokens, or "
+            "give steps in place of epochs"
+        )
+    hidden = HIDDEN_WEIGHT if by_racks else 0.0
+    return replace(how, distillation=how.distillation or Distillation(hidden=hidden))
+
+
+def _own_text(
+    original: EditedModel | None,
+    tokenizer: Any,
+    window: int,
+    folder: Path,
+    documents: Literal["joined", "apart", "whole"],
+    how: TrainSettings,
+    temperature: float,
+    device: str,
+) -> SelfText:
+    from surgeon.training.self_text import SelfText
+
+    if original is None:
+        raise ValueError("the original is to write the text, and is not known; name it as the teacher")
+    return SelfText(
+        original, tokenizer, window, folder / "self", documents, seed=how.seed, temperature=temperature, device=device
+    )
 
 
 def _settings(asked: TrainSettings | str | None, by_racks: bool) -> TrainSettings:

@@ -75,6 +75,45 @@ Batches = Annotated[
     several("How many texts are computed together. Default: 1.", metavar="1,8"),
 ]
 NewTokens = Annotated[int, option("Tokens to add to each.", least=1)]
+CacheMemory = Annotated[
+    int | str | None,
+    option(
+        "Memory for weights and cache, such as 512MB or 2GB: of all ranks together on a CPU, of each GPU. Default: "
+        "most of what is free.",
+        "--memory",
+        kind=str,
+    ),
+]
+
+# Of how texts are written.
+System = Annotated[
+    str | None,
+    option("A system message, before all others in the chat template; a template that takes none is refused."),
+]
+Temperature = Annotated[
+    float, option("0 takes the most likely token each time (greedy); the higher, the more often unlikely ones.")
+]
+TopP = Annotated[
+    float, option("Draw among the fewest most likely tokens that have this probability together; 0 is greedy.")
+]
+TopK = Annotated[int, option("Draw among this many of the most likely tokens; 0 is all.")]
+MinP = Annotated[float, option("Draw among tokens at least this times as likely as the most likely one.")]
+RepetitionPenalty = Annotated[
+    float | None,
+    option(
+        "Above 1, tokens of prompt and text so far become less likely. Default: the checkpoint's own "
+        "(generation_config.json), or 1, which is none."
+    ),
+]
+Seed = Annotated[
+    int | None,
+    option(
+        "The same seed draws the same texts again, for any --tp and --max-batch: each prompt has random numbers of "
+        "its own, by the seed and its place (the first prompt, the second, and so on), whatever the others are. "
+        "Default: another seed each time."
+    ),
+]
+Stop = Annotated[Sequence[str], option("A text that ends what is written, and is no part of it; may be repeated.")]
 Rounds = Annotated[int, option("How often everything is measured.", least=1)]
 
 # Of what trains.

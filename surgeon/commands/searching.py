@@ -48,6 +48,7 @@ from surgeon.searches.storage import StudyStorage, naming_storage, open_storage
 from surgeon.searches.study import FINISHED, counted, kept, open_study, run_trials
 from surgeon.searches.terms import Terms
 from surgeon.searches.workers import WorkerProcesses, interruptible
+from surgeon.training.token_store import SELF
 
 if TYPE_CHECKING:
     from surgeon.searches.accuracy import TaskAccuracy
@@ -143,6 +144,11 @@ def _require_what_it_takes(options: Question, model: Model) -> None:
         return
     if options.heal_data is None:
         raise ValueError(f"to heal for {options.heal} steps takes text, apart from the one that is searched on")
+    if options.heal_data == SELF:
+        raise ValueError(
+            "candidates are healed on a text that is there, and self is written anew for each; search without, and "
+            "heal what is found: surgeon heal recipe.yaml --data self"
+        )
     if options.holdout == 0:
         raise ValueError(
             f"candidates that are healed ({options.heal} steps) are compared on held-out text, and with 0 tokens none "

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from surgeon.commands.command import command, keyword, option, several
 from surgeon.commands.options import (
+    CacheMemory,
     Checkpoint,
     Decoding,
     Draft,
@@ -91,14 +92,7 @@ def serve(
             least=1,
         ),
     ] = None,
-    memory: Annotated[
-        int | str | None,
-        option(
-            "Memory for weights and cache, such as 512MB or 2GB: of all ranks together on a CPU, of each GPU. Default: "
-            "most of what is free.",
-            kind=str,
-        ),
-    ] = None,
+    memory: CacheMemory = None,
     draft: Draft = None,
     draft_tokens: DraftTokens = None,
     ranks: Ranks = 1,

@@ -69,7 +69,9 @@ class Journal(ABC):
     def close(self) -> None:
         """Let others write to the file."""
         if self._file is not None:
-            self._file.close()
+            assert self.path is not None
+            with naming(self.path):  # what could not be written is tried once more
+                self._file.close()
 
     @abstractmethod
     def take(self, line: Any) -> None:

@@ -7,8 +7,8 @@ how they find each other). Without these variables the ranks are processes that 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
@@ -106,6 +106,16 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> TorchrunEnvir
         attempt=int(variables.get("TORCHELASTIC_RESTART_COUNT") or 0),
         patience=patience,
     )
+
+
+@contextmanager
+def beside_torchrun() -> Iterator[None]:
+    """Start ranks of this process's own meanwhile, also where torchrun has started it for something else."""
+    held = {name: os.environ.pop(name) for name in VARIABLES if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(held)
 
 
 def check_ranks(torchrun: TorchrunEnvironment, ranks: int) -> None:

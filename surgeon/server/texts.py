@@ -8,7 +8,7 @@ from inspect import signature
 from itertools import accumulate
 from typing import Any
 
-from surgeon.checkpoint.messages import REFUSALS, Message, plain_message, with_calls_written
+from surgeon.checkpoint.messages import Message, chat_text, plain_message
 from surgeon.checkpoint.texts import Continuation, Encoder
 from surgeon.server.errors import invalid
 
@@ -113,18 +113,10 @@ class Texts:
             raise invalid("messages is empty; give at least one message", "messages")
         variables = self._checked(variables or {})
         plain = [_plain(message, f"messages.{number}") for number, message in enumerate(messages)]
-
-        def write(form: list[Message]) -> str:
-            text: str = self.tokenizer.apply_chat_template(
-                form, add_generation_prompt=True, tokenize=False, **variables
-            )
-            return text
-
         try:
-            text = write(with_calls_written(write, plain))
-        except REFUSALS as error:
-            what = f"these messages with this {FIELD}" if variables else "these messages"
-            raise invalid(f"the model's chat template does not take {what}: {error}", "messages") from error
+            text = chat_text(self.tokenizer, plain, variables=variables)
+        except ValueError as error:
+            raise invalid(str(error), "messages") from error
         return Prompt(self._encode(text, "messages", most, special=False))
 
     def _checked(self, variables: dict[str, Any]) -> dict[str, Any]:

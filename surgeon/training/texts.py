@@ -36,7 +36,7 @@ from surgeon.quality.data import (
 from surgeon.quality.text_files import Reading, read_pieces
 from surgeon.quality.tokens import Tokens
 from surgeon.training.packing import Documents, pieces
-from surgeon.training.token_store import ROWS_AT_ONCE, TextSource, as_table, rows_digest
+from surgeon.training.token_store import ROWS_AT_ONCE, SELF, TextSource, as_table, rows_digest
 from surgeon.words import plural
 
 _LOOKED_AT = 1 << 16  # tokens, for marks that were read as text
@@ -188,6 +188,7 @@ def load_texts(
     separator: str | None = None,
     documents: Documents = "joined",
     cache: Path | None = None,
+    own: TextSource | None = None,
 ) -> TrainTexts:
     """Training text and held-out text, the former from the disk, where it is tokenized once.
 
@@ -204,6 +205,7 @@ def load_texts(
             than a tenth, at least one window.
         documents: how they share windows (`surgeon.training.packing`).
         cache: where windows are kept; by default among what `datasets` keeps (HF_DATASETS_CACHE).
+        own: the text of the name "self", which is written as far as it is needed (`surgeon.training.self_text`).
 
     Raises:
         FileNotFoundError: if there is no such text.
@@ -235,7 +237,7 @@ def load_texts(
     rests = list[datasets.Dataset]()
     for name, weight in several.items():
         share = weight / sum(several.values())
-        source = TextSource(tokenizer, name, window, documents, separator, chats)
+        source = _source(name, own, tokenizer, window, documents, separator, chats)
         needed = wanted if len(several) == 1 else ceil(share * wanted) + 1
         text, rest = _split(source, needed, ceil(share * behind), held_out_tokens is None, cache)
         texts.append(text)
@@ -256,11 +258,22 @@ def load_texts(
 
 
 def _hold_conversations(tokenizer: Any, names: Sequence[str], window: int) -> bool:
-    chats = [name for name in names if read_conversations(tokenizer, name, window) is not None]
+    chats = [name for name in names if name != SELF and read_conversations(tokenizer, name, window) is not None]
     others = [name for name in names if name not in chats]
     if chats and others:
         raise ValueError(f"{chats[0]} holds conversations, and {others[0]} does not; give texts of one sort")
     return bool(chats)
+
+
+def _source(name: str, own: TextSource | None, tokenizer: Any, *how: Any) -> TextSource:
+    if name != SELF:
+        return TextSource(tokenizer, name, *how)
+    if own is None:
+        raise ValueError(
+            f"{SELF} is text that the original of an edited model writes, for surgeon heal; give another text, or "
+            f"./{SELF} for a file of this name"
+        )
+    return own
 
 
 def _split(
@@ -276,8 +289,10 @@ def _split(
         ValueError: if there are none, or nothing is left to train on.
         OSError: as `TextSource.windows`.
     """
+    if is_share and source.endless:
+        behind = min(behind, max(1, needed // (HELD_OUT_SHARE - 1)))
     asked = needed + behind
-    if is_share:
+    if is_share and not source.endless:
         asked = max(asked, HELD_OUT_SHARE * behind)
     rows, known = source.windows(asked, cache)
     there = len(rows)
@@ -299,6 +314,10 @@ def _split(
     if not (source.apart or source.chats):
         looked_at = training.select(range(min(count, max(1, _LOOKED_AT // source.window)))).with_format("torch")
         notes += marks_in_text(source.tokenizer, looked_at[:]["input_ids"].flatten().tolist(), source.source)
+    if source.endless and behind:
+        notes.append(
+            "held out is what the original wrote itself, which says little of other text; give some to measure on"
+        )
     digest = rows_digest(training, source.window)
     text = TrainingText(training, source.source, digest, tuple(notes), known["column"], known["left_out"])
     rest = None

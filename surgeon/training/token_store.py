@@ -33,6 +33,7 @@ from surgeon.quality.text_files import Reading
 from surgeon.quality.tokens import TextTokens, Tokens, tokenizer_digest
 from surgeon.training.packing import Documents, Packer, Row, columns
 
+SELF = "self"  # text that the original of an edited model writes (`surgeon.training.self_text`)
 ALL_TOKENS = 1 << 50  # more than any text has
 _FORMAT = 3  # of windows, and of how rows come to be tokens; another one is made again
 _ROWS_FILE = "rows.arrow"
@@ -43,6 +44,9 @@ ROWS_AT_ONCE = 1000
 class TextSource:
     """A text, or conversations, as windows on the disk.
 
+    Attributes:
+        endless: whether there is as much of it as is asked for.
+
     Args:
         data, separator: as `load_windows` takes them.
         documents: other than joined, a text without a separator is by rows and files.
@@ -52,6 +56,8 @@ class TextSource:
         ValueError: if documents are to be apart, and it is one text, or the tokenizer has no marks to put between.
         FileNotFoundError: if it is no text.
     """
+
+    endless = False
 
     def __init__(
         self,
@@ -69,9 +75,11 @@ class TextSource:
         self.separator = separator
         self.chats = chats
         self.by_row = documents != "joined"
-        self.apart = are_apart(data, separator, self.by_row)
+        self.apart = data == SELF or are_apart(data, separator, self.by_row)
         self.files = list[Path]()
-        if is_folder(data):
+        if data == SELF:
+            pass  # which is no file, whatever there is of that name
+        elif is_folder(data):
             self.files = files_in(data)
         elif (path := file_and_column(data)[0]) is not None:
             self.files = [path]

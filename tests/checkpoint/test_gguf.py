@@ -225,3 +225,17 @@ def test_exports_name_the_file(tmp_path: Path) -> None:
     card = " ".join((tmp_path / "out" / "README.md").read_text().split())
     assert "`tiny.gguf` (SHA-256 `" in card
     assert "16 Q4_1" in card
+
+
+def test_one_file_of_a_repository_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cached, commit = tmp_path / "models--org--tiny-GGUF", "0" * 40
+    (cached / "snapshots" / commit / "sub").mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(commit)
+    write_gguf(cached / "snapshots" / commit / "sub" / "tiny.gguf", tiny(), tiny_tokenizer())
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    opened = surgeon.open("org/tiny-GGUF/sub/tiny.gguf")
+    assert (opened.num_layers, opened.public_name) == (2, "org/tiny-GGUF/sub/tiny.gguf")
+    assert surgeon.predict("org/tiny-GGUF/sub/tiny.gguf", hardware="h100-sxm", prompt=16, new=4).table().shape[0] == 1
+    with pytest.raises(FileNotFoundError, match="org/tiny-GGUF has no file other.gguf on the hub"):
+        surgeon.open("org/tiny-GGUF/other.gguf")

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from surgeon.checkpoint.messages import Message, plain_message, with_calls_written
+from surgeon.checkpoint.messages import Message, chat_text, plain_message, with_calls_written
+from tests.tiny_models import TEMPLATE, tiny_tokenizer
 
 USER = {"role": "user", "content": "the fox?"}
 
@@ -81,3 +82,35 @@ def test_calls_that_are_not_written_and_messages_that_are_not_taken() -> None:
 
     with pytest.raises(TypeError, match="dict"):
         with_calls_written(refuse, [USER, calling("{}")])
+
+
+SYSTEM = {"role": "system", "content": "be brief"}
+# As Gemma's: what the system says is refused.
+WITHOUT_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+
+
+def test_a_chat_begins_once_and_ends_where_the_answer_begins() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    assert chat_text(tokenizer, [SYSTEM, USER]) == "<s>[system] be brief [user] the fox? [assistant] "
+    quiet = chat_text(tokenizer, [USER], variables={"enable_thinking": False})
+    assert quiet == "<s>[user] the fox? [quiet] [assistant] "
+
+
+@pytest.mark.parametrize(
+    ("template", "error"),
+    [
+        (None, r"^tiny has no chat template, .* put a chat_template.jinja beside its tokenizer"),
+        (
+            WITHOUT_SYSTEM + "{{ messages[0].content }}",
+            "^tiny's chat template does not take a system message, which has to be left out: System role not",
+        ),
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "writes nothing of a system mess"),
+        ("{{ raise_exception('no') }}", "does not take these messages: no$"),
+    ],
+)
+def test_templates_that_take_no_system_message(template: str | None, error: str) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(ValueError, match=error):
+        chat_text(tokenizer, [SYSTEM, USER], "tiny")

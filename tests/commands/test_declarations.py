@@ -41,6 +41,7 @@ def test_a_command_has_one_type_of_result() -> None:
         "card": "Path",
         "evaluate": "Evaluation",
         "generate": "Generation",
+        "chat": "Conversation",
         "serve": "None",
         "bench": "Benchmark",
         "predict": "Predictions",

@@ -22,7 +22,7 @@ from surgeon.runtime import service
 from surgeon.runtime.worker import ranks
 from tests import warm
 from tests.codas import save_codas
-from tests.tiny_models import damage, save_checkpoint
+from tests.tiny_models import chat_checkpoint, damage, save_checkpoint
 from tests.waiting import PATIENCE, wait_until
 
 REPOSITORY = Path(__file__).parents[2]
@@ -483,3 +483,28 @@ def test_characters_come_whole() -> None:
     assert [text.add(token) for token in "é — x".encode()] == ["", "é", " ", "", "", "—", " ", "x"]
     assert text.add(0xE2) == ""
     assert text.rest() == "\ufffd"
+
+
+@pytest.mark.parametrize("options", [[], ["--tp", "2", "--draft", "lookup", "--draft-tokens", "2"]], ids=str)
+def test_prompts_in_the_chat_template(options: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = chat_checkpoint(tmp_path / "chat")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = []
+    for prompt in PROMPTS[:2]:
+        messages = [{"role": "system", "content": "the dog"}, {"role": "user", "content": prompt}]
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        tokens = model.generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False)[0, len(ids) :]
+        texts.append(tokens.tolist())
+    found = records(capfd, folder, PROMPTS[:2], "--chat", "--system", "the dog", *options)
+    assert [one["tokens"] for one in found] == texts
+    assert [one["prompt"] for one in found] == PROMPTS[:2]
+
+
+def test_chats_that_cannot_be(tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for options, said in (
+        (["--system", "a"], r"ask for chat \(--chat\)"),
+        (["--chat"], "tiny-llama has no chat template"),
+    ):
+        assert generate(tiny_checkpoint, *options) == 1
+        assert re.search(said, capfd.readouterr().err)

@@ -173,6 +173,37 @@ def test_conversations_are_healed_on_by_their_answers(surgeon_says: Run, tiny_ch
     assert json.loads((tmp_path / "healed.run" / "run.json").read_text())["data_left_out"] == {"answers_cut": 6}
 
 
+def test_the_original_writes_the_text(
+    surgeon_says: Run, tiny_checkpoint: Path, long_text: Path, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE.format(model=tiny_checkpoint, operation='prune: {layers: "1:2"}'))
+    settings = (*QUICK, "--steps", 20, "--batch", 8, "--learning-rate", 0.003, "--seed", 3, "--self-temperature", 0.9)
+    said = ("heal", recipe, "--data", "self", *settings, "-o", tmp_path / "healed")
+    code, _, err = surgeon_says(*said, "--separator", "x")
+    assert (code, "a separator divides text that is read, and self is written" in err) == (1, True)
+    code, _, err = surgeon_says("heal", recipe, "--data", "self", "--preset", "ladder", "-o", tmp_path / "healed")
+    assert (code, "say how much by tokens, or give steps" in err) == (1, True)
+    code, _, err = surgeon_says(*said, "--eval-data", long_text)
+    assert code == 0, err
+    assert "distilled from the original; trained on 2,560 tokens of self, measured on" in err
+    record = json.loads((tmp_path / "healed.run" / "run.json").read_text())
+    assert record["healed"]["divergence"] < 0.9 * record["edited"]["divergence"]
+    assert record["settings"]["distillation"]["logits"] == 1
+    written = record["written"]
+    kept = (tmp_path / "healed.run" / "self" / "texts.jsonl").read_text().splitlines()[1:]
+    assert (written["seed"], written["temperature"]) == (3, 0.9)
+    assert (written["model_hash"], written["start"]) == (surgeon.open(tiny_checkpoint).hash, 0)
+    assert written["tokens"] == sum(len(json.loads(line)["tokens"]) for line in kept) >= 2560
+    report = json.loads((tmp_path / "healed" / "surgeon.json").read_text())
+    assert (report["trained"]["data"], report["trained"]["written"]) == ("self", written)
+    assert "distilled from the original; the original wrote self" in " ".join(
+        (tmp_path / "healed" / "README.md").read_text().split()
+    )
+    code, _, err = surgeon_says("heal", tmp_path / "healed", "--data", "self", *QUICK, "-o", tmp_path / "again")
+    assert (code, "the original is to write the text, and is not known; name it as the teacher" in err) == (1, True)
+
+
 def test_presets_are_said(heal: Any) -> None:
     code, _, err = heal('pair: {layers: "1:3"}', "--preset", "lp")
     assert code == 0, err
@@ -190,6 +221,8 @@ def test_presets_are_said(heal: Any) -> None:
         ('pair: {layers: "1:3"}', ("--batch", 500), "fewer than one batch of 500"),
         ('pair: {layers: "1:3"}', ("--distill", "hidden", "--teacher-top", 5), "need the original in memory"),
         ('pair: {layers: "1:3"}', ("--schedule", "linaer"), "linaer"),
+        ('pair: {layers: "1:3"}', ("--self-temperature", 2), "self_temperature is of text that the original writes"),
+        ('pair: {layers: "1:3"}', ("--eval-data", "self"), "self is written to train on"),
     ],
 )
 def test_what_does_not_fit_is_refused(operation: str, arguments: Any, message: str, heal: Any, tmp_path: Path) -> None:

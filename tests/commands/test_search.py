@@ -163,6 +163,7 @@ def test_candidates_are_healed_before_the_choice(
     ("options", "said"),
     [
         (("--heal", "3"), "to heal for 3 steps takes text, apart from the one that is searched on"),
+        (("--heal", "3", "--heal-data", "self"), "self is written anew for each"),
         (("--heal-data", "other.txt"), "text to heal on without a number of steps heals nothing"),
         (
             ("--heal", "3", "--heal-data", "other.txt", "--holdout", "0"),

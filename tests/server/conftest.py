@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session")
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny chat model; not to be changed."""
-    from tests.server.servers import chat_checkpoint
+    from tests.tiny_models import chat_checkpoint
 
     return chat_checkpoint(tmp_path_factory.mktemp("served") / "tiny-chat")
 

@@ -20,29 +20,10 @@ import httpx2
 import psutil
 
 from tests import warm
-from tests.tiny_models import save_checkpoint, tiny_tokenizer
 from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-c", "from surgeon.commands.app import main; raise SystemExit(main())", "serve"]
-POSITIONS = 8192  # so that a request can be made to last
-# Writes the roles as text, refuses any it does not know, and begins like the tokenizer does.
-TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{% if message.role not in ('system', 'user', 'assistant') %}"
-    "{{ raise_exception('roles are system, user and assistant') }}{% endif %}"
-    "[{{ message.role }}] {{ message.content }} {% endfor %}"
-    "{% if enable_thinking is defined and not enable_thinking %}[quiet] {% endif %}"
-    "{% if add_generation_prompt %}[assistant] {% endif %}"
-)
-
-
-def chat_checkpoint(folder: Path) -> Path:
-    """A tiny Llama with a chat template and many positions."""
-    save_checkpoint(folder, max_position_embeddings=POSITIONS)
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 class Server:

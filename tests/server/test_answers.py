@@ -15,8 +15,8 @@ from openai import OpenAI
 from transformers import AutoModelForCausalLM
 
 import surgeon
-from tests.server.servers import TEMPLATE, serving
-from tests.tiny_models import save_checkpoint, tiny_tokenizer
+from tests.server.servers import serving
+from tests.tiny_models import TEMPLATE, save_checkpoint, tiny_tokenizer
 
 if TYPE_CHECKING:
     from tests.server.servers import Server

@@ -1,0 +1,189 @@
+"""`surgeon chat`, `surgeon.chat`: a conversation with a model, on one rank or several."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated
+
+from surgeon.commands.command import command, option
+from surgeon.commands.options import (
+    CacheMemory,
+    Checkpoint,
+    Decoding,
+    Draft,
+    DraftTokens,
+    Dtype,
+    Halves,
+    Kv,
+    LowRank,
+    MinP,
+    ProgramText,
+    Ranks,
+    RepetitionPenalty,
+    Seed,
+    Stop,
+    System,
+    Temperature,
+    TopK,
+    TopP,
+)
+
+if TYPE_CHECKING:
+    from surgeon.runtime.conversation import Conversation
+
+HINT = "/reset forgets what was said; Ctrl-C ends an answer, /exit or Ctrl-D all"
+
+
+def _show(call: Callable[[], Conversation]) -> None:
+    from surgeon.commands.failures import explain
+
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    with call() as conversation:
+        # Only now, as these come by what the model needs.
+        from surgeon.commands.generation import GeneratedText, Generation
+
+        if is_terminal:
+            print(HINT, file=sys.stderr)
+        texts = []
+        for line in _lines(is_terminal):
+            if line == "/reset":
+                conversation.reset()
+                print("forgotten", file=sys.stderr)
+                continue
+            try:
+                _answer(conversation, line)
+            except ValueError as error:
+                if not is_terminal:
+                    raise
+                print(explain(error).line, file=sys.stderr)
+            else:
+                texts.append(GeneratedText(prompt=line, **vars(conversation.answers[-1])))
+        if any(text.usage.new for text in texts):
+            service = conversation.service
+            drafts = service.options.draft is not None
+            found = Generation(tuple(texts), service.plan, service.options.ranks, service.figures(), drafts)
+            print(found, file=sys.stderr)
+
+
+def _lines(is_terminal: bool) -> Iterator[str]:
+    """What is typed or piped in, line by line, until /exit or its end; at a terminal lines can be edited."""
+    if is_terminal:
+        with suppress(ImportError):
+            import readline
+
+            readline.parse_and_bind("set enable-bracketed-paste on")  # what is pasted is one message
+    while True:
+        try:
+            line = input("> " if is_terminal else "").strip()
+        except EOFError:
+            if is_terminal:
+                print()
+            return
+        except KeyboardInterrupt:  # of what has been typed
+            if not is_terminal:
+                raise
+            print()
+            continue
+        except UnicodeDecodeError as error:
+            raise ValueError(f"what is read is not text in UTF-8 ({error.reason}); write messages in it") from error
+        if line == "/exit":
+            return
+        if line:
+            yield line
+
+
+def _answer(conversation: Conversation, line: str) -> None:
+    before = signal.signal(signal.SIGINT, lambda *_: conversation.stop())
+    try:
+        for piece in conversation.say(line):
+            print(piece, end="", flush=True)
+        print(flush=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    answer = conversation.answers[-1]
+    if answer.finish_reason == "length":
+        if answer.usage.prompt + answer.usage.new < conversation.service.max_tokens:
+            why = "--max-new-tokens allows no more"
+        else:
+            why = "no positions are left; /reset forgets what was said"
+        print(f"(cut off after {answer.usage.new} tokens: {why})", file=sys.stderr)
+
+
+@command(_show)
+def chat(
+    model: Checkpoint,
+    *,
+    system: System = None,
+    max_new_tokens: Annotated[
+        int | None, option("How many tokens an answer may have. Default: as many as there is room for.", least=1)
+    ] = None,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = None,
+    seed: Seed = None,
+    stop: Stop = (),
+    memory: CacheMemory = None,
+    draft: Draft = None,
+    draft_tokens: DraftTokens = None,
+    ranks: Ranks = 1,
+    program: ProgramText = None,
+    dtype: Dtype = "auto",
+    decoding: Decoding = "auto",
+    low_rank: LowRank = "auto",
+    kv: Kv = "auto",
+    halves: Halves = "off",
+) -> Conversation:
+    """Talk with a model, on one or more ranks.
+
+    Each line is a message, at a terminal or from a pipe; answers go to stdout as they come, and what they took to
+    stderr at the end. For each answer all that was said is put into the tokenizer's chat template, of which the ranks
+    compute what is new. Ctrl-C ends an answer, which stays in the conversation as far as it came; /reset forgets what
+    was said; /exit, Ctrl-D or the end of the pipe ends. Ranks, drafts and how tokens are chosen are as of surgeon
+    generate.
+
+    Raises:
+        FileNotFoundError, ValueError: if the model cannot be used or cannot run so, its tokenizer has no chat template
+            or one that takes no system message, or a number is out of its range.
+        RankFailed: if a rank fails.
+    """
+    from surgeon.checkpoint.messages import chat_text, opening
+    from surgeon.commands.generate import choose_sampling
+    from surgeon.commands.on_ranks import draft_program, stored_model
+    from surgeon.memory import parse_size
+    from surgeon.opened import open_model
+    from surgeon.runtime.batching.request import Sampling
+    from surgeon.runtime.conversation import Conversation
+    from surgeon.runtime.service import Service
+    from surgeon.runtime.service_options import ServiceOptions
+    from surgeon.runtime.worker.options import RankOptions
+
+    stored, program = stored_model(model, program)
+    opened = open_model(stored)
+    most = sys.maxsize if max_new_tokens is None else max_new_tokens
+    sampling = choose_sampling(
+        opened.folder,
+        repetition_penalty,
+        Sampling(temperature, top_p, top_k, min_p, seed=seed, max_new_tokens=most, stop=tuple(stop)),
+    )
+    tokenizer = opened.tokenizer
+    # What the template does not take is said before ranks are started in vain.
+    chat_text(tokenizer, [*opening(system), {"role": "user", "content": "?"}], opened.name)
+    options = ServiceOptions(
+        draft=draft_program(opened, draft),
+        ranks=RankOptions.of(ranks),
+        program=program,
+        draft_tokens=draft_tokens,
+        dtype=dtype,
+        decoding=decoding,
+        low_rank=low_rank,
+        kv=kv,
+        halves=halves,
+        max_batch=1,
+        memory=parse_size(memory) if isinstance(memory, str) else memory,
+    )
+    return Conversation(Service(opened, options, tokenizer), tokenizer, sampling, system)
