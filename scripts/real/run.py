@@ -32,7 +32,6 @@ from surgeon.findings.heal import HealRun
 from surgeon.findings.scan import Scan
 from surgeon.findings.search import SearchResult
 from surgeon.provenance import versions
-from surgeon.words import listed
 
 LAYERS = 30
 WINDOW = 256
@@ -171,7 +170,7 @@ def check_scan(way: Way) -> Iterator[Row]:
     output = way.folder / "scan"
     ran = way.surgeon("scan", way.model, *on_text(way, 512), "--operation", "prune,lp", "--every", 6, "-o", output)
     cells = Scan.read(output).cells.set_index(["operation", "first", "last"])["perplexity"]
-    pruned = [(6, 11), (12, 29), (24, 29)]
+    pruned = [(6, 11), (12, 17), (24, 29)]
     asked = {"text": str(way.text), "tokens": 512, "window": WINDOW}
     plain = [way.plain.ask("without", first=first, last=last, **asked) for first, last in pruned]
     yield perplexity_row(f"scan: {len(plain)} pruned cells", plain, [cells["prune", *ends] for ends in pruned])
@@ -262,8 +261,9 @@ def check_explore(way: Way) -> Iterator[Row]:
     way.surgeon("explore", way.model, "--data", way.text, "--minutes", 2, "-o", output)
     done = Exploration.read(output).record["done"]
     page = (output / "explore.html").is_file()
-    said = f"{listed(done) or 'no pass'}{'' if page else ', no page'}"
-    yield Row("explore: two minutes", "a page", said, bool(done) and page)
+    yield Row(
+        "explore: two minutes", "a page", f"{len(done)} {'pass' if len(done) == 1 else 'passes'}", bool(done) and page
+    )
 
 
 CHECKS: dict[str, Callable[[Way], Iterator[Row]]] = {
@@ -386,8 +386,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows = compare(Way(model, text, folder, plain), options.only, say)
         finally:
             plain.close()
-    wrong = [row.what for row in rows if row.right is False]
-    count = sum(row.right is True for row in rows)
+    wrong = [row.what for row in rows if row.verdict == "WRONG"]
+    count = sum(row.verdict == "right" for row in rows)
     minutes = (time.monotonic() - began) / 60
     said = f"{count} of {len(rows)} comparisons are right, in {minutes:.0f} minutes"
     say(said + (f"; {len(wrong)} WRONG: {'; '.join(wrong)}" if wrong else ""))

@@ -37,7 +37,7 @@ def compare(found: pd.DataFrame) -> list[Row]:
         score = scores.loc[(task, metric)]
         own, error = 100 * score["value"], 100 * NORMAL * score["stderr"]
         said = f"{own:.1f} ({own - error:.1f} to {own + error:.1f})"
-        what = f"{task} {metric}, {score['rows']:.0f} rows"
+        what = f"{task} {metric}, {score['rows']:.0f}"
         rows.append(Row(what, f"{others}", said, bool(abs(own - others) <= error)))
     return rows
 
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tasks = names if options.rows is None else [options.rows / f"{name}.jsonl" for name in names]
     model = options.model or get_model()
     found = surgeon.evaluate(model, tasks=tasks, limit=options.limit, batch_size=8, output=options.output)
-    print(table_line("task, without examples", "others, unquantised", "surgeon (95%)", "s", "verdict"))
+    print(table_line("task, rows", "others, unquantised", "surgeon (95%)", "s", "verdict"))
     rows = compare(found.table())
     for row in rows:
         print(table_line(row.what, row.expected, row.found, f"{time.monotonic() - began:.0f}", row.verdict))

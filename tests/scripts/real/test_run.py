@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -46,7 +47,7 @@ def test_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
         yield run.Row("ranks", "", "refused", None)
 
     def check_wrong(_: run.Way) -> Iterator[run.Row]:
-        yield run.perplexity_row("scan", [10.0, 20.0], [10.02, 20.0])
+        yield run.perplexity_row("scan", [10.0, 20.0], [np.float64(10.02), 20.0])
         raise RuntimeError("surgeon scan ended with 1: error: no such file")
 
     class NoProcess:
@@ -93,4 +94,4 @@ def test_others_figures_are_inside_the_interval_or_not() -> None:
     found = [("arc_easy", "acc", 0.56, 0.01, 300), ("arc_challenge", "acc_norm", 0.30, 0.02, 300)]
     rows = tasks.compare(pd.DataFrame([*found, ("piqa", "acc_norm", 0.5, 0.02, 300)], columns=columns))
     assert [row.right for row in rows] == [True, True, False]
-    assert rows[0] == run.Row("arc_easy acc, 300 rows", "54.1", "56.0 (54.0 to 58.0)", True)
+    assert rows[0] == run.Row("arc_easy acc, 300", "54.1", "56.0 (54.0 to 58.0)", True)
