@@ -4,13 +4,16 @@
 
 Others' figures are of the weights before they were quantised, by lm-eval without examples. The exit status is 1 if one
 of them lies outside the 95% interval around surgeon's. Answers are kept in the output folder: killed, or with another
---limit, the same command goes on. With --rows the tasks are .jsonl files of a folder (arc_easy.jsonl and so on, with
+--limit, the same command goes on. --alone N asks the first N rows of lm-eval alone, too, with its own prompts and in a
+process without surgeon (alone.py): the same accuracies. With --rows the tasks are .jsonl files of a folder (arc_easy.jsonl and so on, with
 query, choices and gold), else lm-eval's own, from the hub.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -42,6 +45,18 @@ def compare(found: pd.DataFrame) -> list[Row]:
     return rows
 
 
+def beside_alone(model: Path, rows: Path, count: int, found: pd.DataFrame) -> Row:
+    """Whether lm-eval alone finds the same of the first rows of a task."""
+    command = [sys.executable, "-I", str(Path(__file__).with_name("alone.py")), str(model), rows.stem, str(rows)]
+    ran = subprocess.run([*command, str(count)], stdout=subprocess.PIPE, text=True, check=True)
+    scores = found.set_index(["task", "metric"])["value"]
+    alone = json.loads(ran.stdout)
+    own = {metric: float(scores[rows.stem, metric]) for metric in alone}
+    said = [", ".join(f"{100 * value:.1f}" for value in each.values()) for each in (alone, own)]
+    right = all(abs(own[metric] - value) < 1e-9 for metric, value in alone.items())
+    return Row(f"{rows.stem} by lm-eval, {count}", said[0], said[1], right)
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="scripts/real/tasks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -49,8 +64,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="the .gguf file, or a folder with the model; default: fetched")
     parser.add_argument("--rows", type=Path, metavar="FOLDER", help="of .jsonl files named as the tasks")
     parser.add_argument("--limit", type=int, default=300, help="rows of each task")
+    parser.add_argument("--alone", type=int, metavar="N", help="rows to ask of lm-eval alone, too (with --rows)")
     parser.add_argument("-o", "--output", type=Path, default=Path("runs/real-tasks"), help="folder for the answers")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.alone and options.rows is None:
+        parser.error("--alone needs the rows; give their folder with --rows")
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,6 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = surgeon.evaluate(model, tasks=tasks, limit=options.limit, batch_size=8, output=options.output)
     print(table_line("task, rows", "others, unquantised", "surgeon (95%)", "s", "verdict"))
     rows = compare(found.table())
+    if options.alone:
+        found = surgeon.evaluate(model, tasks=tasks, limit=options.alone, batch_size=8, output=options.output)
+        rows += [beside_alone(surgeon.open(model).folder, path, options.alone, found.table()) for path in tasks]
     for row in rows:
         print(table_line(row.what, row.expected, row.found, f"{time.monotonic() - began:.0f}", row.verdict))
     return 0 if all(row.right for row in rows) else 1
