@@ -4,9 +4,9 @@
 
 Others' figures are of the weights before they were quantised, by lm-eval without examples. The exit status is 1 if one
 of them lies outside the 95% interval around surgeon's. Answers are kept in the output folder: killed, or with another
---limit, the same command goes on. --alone N asks the first N rows of lm-eval alone, too, with its own prompts and in a
-process without surgeon (alone.py): the same accuracies. With --rows the tasks are .jsonl files of a folder (arc_easy.jsonl and so on, with
-query, choices and gold), else lm-eval's own, from the hub.
+--limit, the same command goes on. With --rows the tasks are .jsonl files of a folder (arc_easy.jsonl and so on, with
+query, choices and gold), else lm-eval's own, from the hub. --alone N asks the first N rows of lm-eval alone, too, with
+its own prompts and in a process without surgeon (alone.py): the same accuracies.
 """
 
 from __future__ import annotations
