@@ -101,7 +101,8 @@ def covariances(head: OutputHead, original: Tensor, changed: Sequence[Tensor]) -
         block = slice(start, start + rows)
         logits = head.logits(original[block])
         p = logits.softmax(-1)
-        delta = torch.stack([head.logits(one[block]) - logits for one in changed], dim=1)  # (tokens, n, vocabulary)
+        # All in one product: the head of a large vocabulary takes longest to read, and a block may be a single token.
+        delta = head.logits(torch.stack([one[block] for one in changed], dim=1)) - logits[:, None]  # (tokens, n, words)
         delta = (delta - (delta * p[:, None]).sum(-1, keepdim=True)) * p.sqrt()[:, None]
         total += (delta @ delta.transpose(1, 2)).double().nan_to_num().sum(0).cpu()
     return total / len(original)
