@@ -51,7 +51,7 @@ METHODS = {  # and their spaces, for speed and for size
     "width": "width",
     "mixture": "pair,ladder,fuse,drop",
 }
-SMALLER = {"mixture": "drop,repeat,rank,width"}
+SMALLER = {"mixture": "drop,rank,width", "repeats": "drop:layers,repeat"}
 KEYS = ["goal", "method", "stage", "on", "metric"]
 COLUMNS = [*KEYS, "value", "low", "high", "count", "reached", "healed_on", "program"]
 DENSE = "dense"
@@ -73,11 +73,11 @@ class Goal:
     def name(self) -> str:
         return f"{self.times:g} {self.place}"
 
-    @property
-    def budget(self) -> str:
+    def budget(self, method: str) -> list[str]:
         if self.place == "size":
-            return f"params={1 / self.times:.4f}x"
-        return f"speedup>={self.times:g}@{HARDWARE}"
+            deep = ["depth>=1x"] if method == "repeats" else []  # else leaving layers out would be all
+            return [f"params={1 / self.times:.4f}x", *deep]
+        return [f"speedup>={self.times:g}@{HARDWARE}"]
 
     @property
     def link_delay(self) -> str | None:
@@ -190,7 +190,7 @@ class Comparison:
                 folder,
                 self.options.trials,
                 space=goal.space(method),
-                budget=goal.budget,
+                budget=goal.budget(method),
                 ranks=self.options.ranks,
                 link_delay=goal.link_delay,
                 prompt=512,
