@@ -66,9 +66,8 @@ def each_text(rows: pd.DataFrame) -> Table:
         for text in texts:
             values = found[found["on"] == text].set_index("metric")["value"]
             cells.append(", ".join(f"{value:.3g}" for value in values))
-        reached = found["reached"].iloc[0]
-        lines.append([str(goal), str(method), f"{reached:.3g}", str(stage), *cells])
-    return Table("", ["goal", "method", "reached", "", *texts], lines)
+        lines.append([str(goal), str(method), str(stage), *cells])
+    return Table("", ["goal", "method", "", *texts], lines)
 
 
 def tasks(rows: pd.DataFrame) -> Table | None:
@@ -121,8 +120,7 @@ def points_of(found: pd.DataFrame) -> Iterator[tuple[float, float]]:
     for _, own in found.groupby("goal"):
         value = mean(own)
         if value == value:
-            reached = float(own["reached"].iloc[0])
-            yield reached, value
+            yield (1 / own["times"].iloc[0] if own["place"].iloc[0] == "size" else own["reached"].iloc[0]), value
 
 
 def main() -> None:
