@@ -85,7 +85,7 @@ def convert_gguf(path: Path) -> Path:
         ImportError: if the package `gguf` is.
         OSError: if the cache cannot be written, or its disk is full.
         ValueError: if it is no GGUF file, cut short, or of an architecture, a type or a configuration not known; if the
-            folder has lost files since.
+            folder is not as it was written.
     """
     parts = parts_of(path)
     name = os.environ.get(SWITCH, "bfloat16")
@@ -124,15 +124,15 @@ def convert_gguf(path: Path) -> Path:
 
 
 def _check_whole(folder: Path, path: Path) -> None:
-    """Refuse a folder that has lost something since it was written."""
+    """Refuse a folder of which a file is gone, or of another size, since it was written."""
     sizes = {one.name: one.stat().st_size for one in folder.iterdir()}
-    lost = [GGUF_RECORD]
+    changed = [GGUF_RECORD]
     with suppress(FileNotFoundError, ValueError):
         written = read_json(folder / GGUF_RECORD).get("written", {})
-        lost = [name for name, size in written.items() if sizes.get(name) != size]
-    if lost:
+        changed = [name for name, size in written.items() if sizes.get(name) != size]
+    if changed:
         raise ValueError(
-            f"{folder}, which {path.name} was converted into, has not all of it any more ({first_few(lost, 3)}); "
+            f"{folder}, which {path.name} was converted into, is not as it was written ({first_few(changed, 3)}); "
             "remove it, and the file is converted again"
         )
 
