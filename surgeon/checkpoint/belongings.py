@@ -10,7 +10,7 @@ from enum import Enum
 from fnmatch import fnmatchcase
 
 GENERATION = "generation_config.json"
-GGUF_RECORD = "gguf.json"  # of which GGUF file a folder was made: its name, the SHA-256 of its parts, its types
+GGUF_RECORD = "gguf.json"  # of which GGUF file a folder was made (its name, SHA-256, types), and its files
 REPORT_FILE = "surgeon.json"  # in which a checkpoint says what it was made of
 CODAS = "codas"  # where racks' codas lie (see codas.py)
 TEMPLATES = "additional_chat_templates"  # where transformers puts all chat templates but the default one

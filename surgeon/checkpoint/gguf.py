@@ -11,7 +11,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from surgeon.checkpoint.forms import PlannedTensor
 from surgeon.checkpoint.inherit import CARD_FILE
 from surgeon.checkpoint.read import read_json
 from surgeon.checkpoint.write import Writing, split_into_shards
-from surgeon.errors import did_you_mean, needs_extra
+from surgeon.errors import did_you_mean, naming, needs_extra
 from surgeon.models.families import family_named
 from surgeon.processes.files import cache_folder, check_space, make_folder, sync_tree, write_json
 from surgeon.processes.folders import publish, scratch
@@ -83,42 +83,66 @@ def convert_gguf(path: Path) -> Path:
     Raises:
         FileNotFoundError: if a part of a split file is missing.
         ImportError: if the package `gguf` is.
-        ValueError: if it is no GGUF file, cut short, or of an architecture, a type or a configuration not known.
+        OSError: if the cache cannot be written, or its disk is full.
+        ValueError: if it is no GGUF file, cut short, or of an architecture, a type or a configuration not known; if the
+            folder is not as it was written.
     """
     parts = parts_of(path)
     name = os.environ.get(SWITCH, "bfloat16")
     if name not in DTYPES:
         raise ValueError(f"{SWITCH}={name} in the environment: {did_you_mean(name, DTYPES)}")
     kept = cache_folder("gguf")
-    make_folder(kept)
+    try:
+        make_folder(kept)
+    except OSError as error:
+        raise OSError(
+            f"{kept}, for what {path.name} is converted into, cannot be made ({error.strerror or error}); name another "
+            "place in XDG_CACHE_HOME"
+        ) from error
     hashes = [_hash_of(part, kept) for part in parts]
     folder = kept / f"{hashlib.sha256(''.join(hashes).encode()).hexdigest()[:32]}-{name}"
     if folder.is_dir():
+        _check_whole(folder, path)
         return folder
     with needs_extra("gguf", path.name):
         import gguf  # noqa: F401 - the reading below says nothing of extras
     from huggingface_hub import metadata_save
 
     readers = [_opened(part) for part in parts]
-    with scratch(folder) as made:
+    with naming(kept), scratch(folder) as made:
         _write_folder(made, parts[0], readers, DTYPES[name])
         record = {"file": path.name, "sha256": dict(zip([part.name for part in parts], hashes, strict=True))}
         types = [one.tensor_type.name for reader in readers for one in reader.tensors]
         record |= {"types": {one: types.count(one) for one in sorted(set(types))}, "dtype": name}
-        write_json(made / GGUF_RECORD, record)
         if licence := _value(readers[0], "general.license"):
             metadata_save(made / CARD_FILE, {"license": licence})
+        written = {one.name: one.stat().st_size for one in sorted(made.iterdir())}
+        write_json(made / GGUF_RECORD, record | {"written": written})
         sync_tree(made)
         publish(made, folder)
     return folder
 
 
+def _check_whole(folder: Path, path: Path) -> None:
+    """Refuse a folder of which a file is gone, or of another size, since it was written."""
+    sizes = {one.name: one.stat().st_size for one in folder.iterdir()}
+    changed = [GGUF_RECORD]
+    with suppress(FileNotFoundError, ValueError):
+        written = read_json(folder / GGUF_RECORD).get("written", {})
+        changed = [name for name, size in written.items() if sizes.get(name) != size]
+    if changed:
+        raise ValueError(
+            f"{folder}, which {path.name} was converted into, is not as it was written ({first_few(changed, 3)}); "
+            "remove it, and the file is converted again"
+        )
+
+
 def _hash_of(part: Path, kept: Path) -> str:
     """SHA-256 of a file, which is read again only when it has changed."""
     facts = part.stat()
-    known = f"{part.resolve()} {facts.st_size} {facts.st_mtime_ns} {facts.st_ino}"
+    known = f"{part.resolve()} {facts.st_size} {facts.st_ctime_ns} {facts.st_ino}"
     note = kept / f"{hashlib.sha256(known.encode()).hexdigest()[:32]}.json"
-    if note.is_file():
+    with suppress(FileNotFoundError, KeyError, ValueError):  # as a machine that lost its power leaves it
         return str(read_json(note)["sha256"])
     with part.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
@@ -127,25 +151,30 @@ def _hash_of(part: Path, kept: Path) -> str:
 
 
 @contextmanager
-def _faults(part: Path) -> Iterator[None]:
-    """Say of whatever a reader trips over that the file is damaged."""
+def _faults(said: str) -> Iterator[None]:
+    """Say of whatever a reader trips over what is wrong with the file."""
     try:
         yield
     except MemoryError:
         raise
     except Exception as error:
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise ValueError(f"{part} is no GGUF file that can be read, or was cut short: {reason}") from error
+        raise ValueError(f"{said}: {' '.join(str(error).split()) or type(error).__name__}") from error
 
 
 def _opened(part: Path) -> GGUFReader:
     from gguf import GGUFReader
 
     with part.open("rb") as file:
-        magic = file.read(4)
+        magic, version = file.read(4), file.read(4)
     if magic != b"GGUF":
         raise ValueError(f"{part} is no GGUF file: it begins with {magic!r}, not with b'GGUF'")
-    with _faults(part):
+    if (number := int.from_bytes(version, "little")) > 3 or version == b"\1\0\0\0":
+        kind = "big-endian" if number >= 1 << 16 else f"of version {number}"
+        raise ValueError(
+            f"{part} is {kind}, and of GGUF files little-endian ones of versions 2 and 3 are read; convert the model "
+            "that it was made of again (llama.cpp's convert_hf_to_gguf.py)"
+        )
+    with _faults(f"{part} is no GGUF file that can be read, or was cut short"):
         return GGUFReader(part)
 
 
@@ -158,21 +187,30 @@ def _write_folder(made: Path, first: Path, readers: Sequence[GGUFReader], dtype:
     architecture = _value(readers[0], "general.architecture")
     if not isinstance(architecture, str):
         raise ValueError(f"{first} has no general.architecture, and so does not say what it is")
+    words = _value(readers[0], "tokenizer.ggml.tokens") or []
+    for name in ("bos", "eos"):
+        token = _value(readers[0], f"tokenizer.ggml.{name}_token_id")
+        if words and token is not None and token >= len(words):
+            raise ValueError(
+                f"{first} has {len(words):,} tokens, and names number {token} as {name.upper()}; set its "
+                f"tokenizer.ggml.{name}_token_id (gguf-set-metadata of the package gguf)"
+            )
     config = _config_of(first, readers[0], architecture, {one.name: one for one in tensors})
     plan = _planned(first, architecture, config, tensors, dtype)
     config.dtype = dtype
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     config.save_pretrained(made)
     GenerationConfig.from_model_config(config).save_pretrained(made)
-    if words := _value(readers[0], "tokenizer.ggml.tokens"):
-        with _faults(first):
-            PreTrainedTokenizerFast.from_pretrained(first.parent, gguf_file=first.name).save_pretrained(made)
+    if words:
+        with _faults(f"{first} has a tokenizer that cannot be made out"):
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(first.parent, gguf_file=first.name)
+        tokenizer.save_pretrained(made)
         # The classes that build it may add special tokens of their own, of which the embedding has no rows.
         written = read_json(made / "tokenizer.json")
         added = [one for one in written["added_tokens"] if one["id"] < len(words)]
         write_json(made / "tokenizer.json", written | {"added_tokens": added})
     total = sum(one.num_bytes for one in plan)
-    check_space(made, total)
+    check_space(made.parent, total)
     with (
         progress(f"converting {first.name}", total, "bytes") as advance,
         Writing(made, split_into_shards(plan, SHARD), advance) as writing,
@@ -223,7 +261,8 @@ def _config_of(first: Path, reader: GGUFReader, architecture: str, tensors: Mapp
     entries = {key: float(str(np.float32(one))) if isinstance(one, float) else one for key, one in entries.items()}
     if architecture in _LARGEST and entries["num_hidden_layers"] == _LARGEST[architecture]:
         entries["query_pre_attn_scalar"] = entries["hidden_size"] // entries["num_attention_heads"]
-    return config_class(**entries)
+    with _faults(f"{first} has metadata that describe no model"):
+        return config_class(**entries)
 
 
 def _rope_scaling(
@@ -324,9 +363,10 @@ def _planned(
         pending: dict[str, dict[str, Tensor]] = {"tensors": {}}
         for one in held[name]:
             values = dequantize(one.data, one.tensor_type)
-            done = processor.process(
-                weights=values, name=one.name, tensor_key_mapping=mapped, parsed_parameters=pending
-            )
+            with _faults(f"{first}: {one.name} does not fit its metadata"):
+                done = processor.process(
+                    weights=values, name=one.name, tensor_key_mapping=mapped, parsed_parameters=pending
+                )
             if done.name is not None:
                 pending["tensors"][name] = torch.from_numpy(done.weights.copy())
         (value,) = pending["tensors"].values()

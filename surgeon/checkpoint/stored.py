@@ -94,7 +94,8 @@ class StoredModel:
         """An entry for records: which GGUF file it was converted from; empty if it was not."""
         if self.files is None or not (self.folder / GGUF_RECORD).is_file():
             return {}
-        return {"gguf": read_json(self.folder / GGUF_RECORD)}
+        record = read_json(self.folder / GGUF_RECORD)
+        return {"gguf": {name: value for name, value in record.items() if name != "written"}}
 
     @property
     def parameters(self) -> int:

@@ -358,7 +358,7 @@ def heal(
         training_of,
     )
     from surgeon.training.model import train_model
-    from surgeon.training.run import run_folder
+    from surgeon.training.run import check_settings_kept, run_folder
     from surgeon.training.texts import in_template, load_texts, texts_by_weight
     from surgeon.training.token_store import SELF
 
@@ -380,6 +380,8 @@ def heal(
     size = window_for(edited.model.config, window)
     tokenizer = in_template(edited.model.tokenizer, chat_template)
     own = _own_text(original, tokenizer, size, folder, documents, how, self_temperature, where) if is_own else None
+    if own is not None and cut is None:  # which takes longest
+        check_settings_kept(folder, how)
     texts = load_texts(
         tokenizer,
         by_weight,

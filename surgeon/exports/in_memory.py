@@ -33,7 +33,8 @@ from surgeon.exports.stock import stock_layers_of, stock_model, stock_state
 from surgeon.models.edit import input_device
 from surgeon.models.families import family_of
 from surgeon.models.families.fused import FUSED
-from surgeon.models.weights import unstored
+from surgeon.models.weights import Tensors, unstored
+from surgeon.models.weights.quantised import PackedTensor
 from surgeon.models.wrappers import wrapper_of
 from surgeon.named import hub_name, on_disk
 from surgeon.opened import Model
@@ -88,7 +89,7 @@ def export(
     with scratch(target) as source:
         stock = stock_layers_of(model)
         with stock_model(model, stock):
-            type(model).save_pretrained(model, source)
+            type(model).save_pretrained(model, source, state_dict=_numbers_of(model))
         if tokenizer is not None:
             tokenizer.save_pretrained(source)
         came_from = model.name_or_path or ""
@@ -186,7 +187,8 @@ def save_edited(model: PreTrainedModel, save_directory: str | Path, **options: A
         options["state_dict"] = stock_state(options["state_dict"], model, stock)
     with stock_model(model, stock):
         # Under their own names: those that stock checkpoints have are translated for stock classes only.
-        type(model).save_pretrained(model, folder, **(options | {"save_original_format": False}))
+        options = {"state_dict": _numbers_of(model)} | options | {"save_original_format": False}
+        type(model).save_pretrained(model, folder, **options)
     if not options.get("is_main_process", True):
         return
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -195,6 +197,13 @@ def save_edited(model: PreTrainedModel, save_directory: str | Path, **options: A
     write_json(folder / "config.json", config | entries)
     shutil.copyfile(PROGRAM.shipped.file, folder / PROGRAM.shipped.file.name)
     keep_tokenizer_class(folder, model.config)
+
+
+def _numbers_of(model: PreTrainedModel) -> Tensors:
+    """The state dict of a model; what is packed is unpacked, for files hold no `PackedTensor`."""
+    state = model.state_dict()
+    packed = {name: one.numbers().cpu() for name, one in state.items() if isinstance(one, PackedTensor)}
+    return state | packed
 
 
 def _with_home(written: Companions, model: PreTrainedModel, has_tokenizer: bool) -> Companions:

@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,8 @@ def whole_file(path: Path, durable: bool = False) -> Iterator[Path]:
             error.filename = str(path)
         raise
     finally:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):  # as of a disk that may only be read, of which the error before says more
+            beside.unlink()
 
 
 def make_folder(folder: Path) -> None:
@@ -100,9 +101,18 @@ def sync_tree(folder: Path) -> None:
 
 
 def cache_folder(what: str) -> Path:
-    """Where files of some kind are kept on this machine, to be made again if they are gone."""
+    """Where files of some kind are kept on this machine, to be made again if they are gone.
+
+    Raises:
+        FileNotFoundError: if the user has no home, and the environment names no other place.
+    """
     kept = os.environ.get("XDG_CACHE_HOME")
-    return (Path(kept) if kept else Path.home() / ".cache") / "surgeon" / what
+    try:
+        return (Path(kept) if kept else Path.home() / ".cache") / "surgeon" / what
+    except RuntimeError as error:  # a user id without a name, as containers have them
+        raise FileNotFoundError(
+            f"there is no home to keep {what} in; name a folder in HOME or XDG_CACHE_HOME"
+        ) from error
 
 
 def check_space(folder: Path, needed: int) -> None:

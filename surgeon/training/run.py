@@ -111,6 +111,13 @@ def open_run(folder: Path, identity: dict[str, Any]) -> Path | None:
     return newest
 
 
+def check_settings_kept(folder: Path, settings: TrainSettings) -> None:
+    """Refuse settings other than those of a run that the folder has, before its text is made."""
+    if (folder / RECORD_FILE).is_file():
+        kept = read_record(folder).get("identity", {}).get("settings")
+        require_same(folder, kept, json.loads(json.dumps(settings.to_json())))
+
+
 def require_same(folder: Path, before: Any, identity: dict[str, Any]) -> None:
     """Refuse to take a run in a folder, which follows from one thing, for one that follows from another.
 

@@ -116,8 +116,9 @@ def test_a_file_is_converted_once(tmp_path: Path) -> None:
     copied.write_bytes(path.read_bytes())
     assert convert_gguf(path) == convert_gguf(copied) == folder
     assert {one: one.stat().st_mtime_ns for one in folder.iterdir()} == before
+    facts = path.stat()
     write_gguf(path, tiny(seed=1), tiny_tokenizer())
-    os.utime(path)
+    os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
     assert convert_gguf(path) != folder
 
 
@@ -171,6 +172,72 @@ def test_what_is_no_gguf_file_is_refused(tmp_path: Path) -> None:
         path.write_bytes(whole[:end])
         with pytest.raises(ValueError, match="bad.gguf is no GGUF file that can be read, or was cut short"):
             surgeon.open(path)
+
+
+def test_other_kinds_of_gguf_files_are_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny(), tiny_tokenizer())
+    whole = path.read_bytes()
+    for version, said in ((b"\1\0\0\0", "of version 1"), (b"\0\0\0\3", "big-endian")):
+        path.write_bytes(whole[:4] + version + whole[8:])
+        with pytest.raises(ValueError, match=f"tiny.gguf is {said}, and of GGUF files little-endian ones"):
+            surgeon.open(path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"tokenizer.ggml.bos_token_id": 999}, "has 300 tokens, and names number 999 as BOS"),
+        ({"tokenizer.ggml.model": "invented"}, "has a tokenizer that cannot be made out: .*'invented'"),
+        ({"llama.attention.head_count": 0}, "has metadata that describe no model"),
+        ({"llama.attention.head_count_kv": 3}, "blk.0.attn_k.weight does not fit its metadata"),
+    ],
+    ids=str,
+)
+def test_metadata_that_make_no_sense(
+    changed: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = gguf.GGUFWriter.write_header_to_file
+
+    def with_change(writer: gguf.GGUFWriter) -> None:
+        for key, value in changed.items():
+            writer.kv_data[0][key].value = value
+        write(writer)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_header_to_file", with_change)
+    path = write_gguf(tmp_path / "tiny.gguf", tiny(), tiny_tokenizer())
+    with pytest.raises(ValueError, match=f"tiny.gguf.* {said}"):
+        surgeon.open(path)
+
+
+def test_a_converted_folder_that_was_changed_is_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny(), tiny_tokenizer())
+    folder = convert_gguf(path)
+    for note in folder.parent.glob("*.json"):
+        note.write_text("")  # the hash is found again
+    assert convert_gguf(path) == folder
+    for name in ("tokenizer_config.json", "model.safetensors", "gguf.json"):
+        file = folder / name
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-10])
+        with pytest.raises(ValueError, match=f"is not as it was written .{name}.; remove it"):
+            surgeon.open(path)
+        file.unlink()
+        with pytest.raises(ValueError, match=f"is not as it was written .{name}.; remove it"):
+            surgeon.open(path)
+        file.write_bytes(whole)
+    assert "written" not in surgeon.open(path).gguf["gguf"]
+
+
+def test_a_cache_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny(), tiny_tokenizer())
+    (tmp_path / "cache").write_text("")
+    with pytest.raises(OSError, match="tiny.gguf is converted into, cannot be made .* XDG_CACHE_HOME"):
+        surgeon.open(path)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("os.getuid", lambda: 1 << 30)  # of nobody
+    with pytest.raises(FileNotFoundError, match="there is no home to keep gguf in; name a folder in HOME or XDG"):
+        surgeon.open(path)
 
 
 def test_what_is_not_known_is_refused_by_name(tmp_path: Path) -> None:

@@ -200,6 +200,9 @@ def test_the_original_writes_the_text(
     assert "distilled from the original; the original wrote self" in " ".join(
         (tmp_path / "healed" / "README.md").read_text().split()
     )
+    code, _, err = surgeon_says(*said, "--steps", 40, "--overwrite")
+    assert (code, "is of another run: its steps was 20, and now it is 40" in err) == (1, True)
+    assert len((tmp_path / "healed.run" / "self" / "texts.jsonl").read_text().splitlines()) == len(kept) + 1
     code, _, err = surgeon_says("heal", tmp_path / "healed", "--data", "self", *QUICK, "-o", tmp_path / "again")
     assert (code, "the original is to write the text, and is not known; name it as the teacher" in err) == (1, True)
 

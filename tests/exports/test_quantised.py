@@ -209,11 +209,15 @@ def test_an_adapter_beside_a_quantised_base(packed: bool, sources: Path, tmp_pat
     assert relative_error(logits_of(together.eval()), expected) < 1e-5
 
 
-def test_a_model_in_memory_is_dense(sources: Path, tmp_path: Path) -> None:
-    model = surgeon.edit(load(source(sources, "nf4")), "A0 F0 A1~A2 F1~F2")
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_model_in_memory_is_dense(packed: bool, sources: Path, tmp_path: Path) -> None:
+    model = surgeon.edit(load(source(sources, "nf4"), packed=packed), "A0 F0 A1~A2 F1~F2")
+    expected = logits_of(model)
     surgeon.export(model, tmp_path / "out", dtype="bfloat16")
     assert quantization_of(tmp_path / "out") is None
     assert not Checkpoint(tmp_path / "out").quantised
+    model.save_pretrained(tmp_path / "saved")
+    assert relative_error(logits_of(load(tmp_path / "saved")), expected) < 1e-5
 
 
 @pytest.mark.thorough

@@ -28,6 +28,20 @@ def test_an_error_names_the_file_that_was_asked_for(tmp_path: Path) -> None:
         write_text(tmp_path / "missing" / "record.json", "{}")
 
 
+def test_an_error_is_not_hidden_by_what_cannot_be_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+
+    def fail() -> None:
+        with whole_file(folder / "record.json"):
+            folder.rmdir()
+            folder.write_text("")
+            raise ValueError("the first")
+
+    with pytest.raises(ValueError, match="the first"):
+        fail()
+
+
 def test_a_table_is_written_as_csv(tmp_path: Path) -> None:
     table = pd.DataFrame({"first": [0, 1], "value": [1 / 3, math.nan], "last": [math.inf, 2e-7]})
     write_table(tmp_path / "nine.csv", table)
