@@ -87,7 +87,7 @@ def tasks(rows: pd.DataFrame) -> Table | None:
 
 
 def draw(rows: pd.DataFrame, path: Path) -> None:
-    """A panel for each place: divergence by what is reached, a line a method; dashed before healing, whole after."""
+    """A panel for each place: divergence by what is reached, a line a method; dashed and hollow before healing."""
     from matplotlib import pyplot
 
     places = [place for place in PLACES if (rows["place"] == place).any()]
@@ -100,8 +100,13 @@ def draw(rows: pd.DataFrame, path: Path) -> None:
                 points = sorted(points_of(found[found["stage"] == stage]))
                 if points:
                     label = method if stage == found["stage"].iloc[-1] else None
-                    panel.plot(*zip(*points, strict=True), line, marker="o", ms=4, color=colour, label=label)
+                    filled = colour if stage == "healed" else "white"
+                    panel.plot(
+                        *zip(*points, strict=True), line, marker="o", ms=5, mfc=filled, color=colour, label=label
+                    )
         panel.set_yscale("log")
+        panel.yaxis.set_major_formatter("{x:g}")
+        panel.yaxis.set_minor_formatter("{x:.2g}")
         panel.set_title({"size": "stored smaller", "NVLink": "on NVLink", "1 ms link": "behind a link of 1 ms"}[place])
         panel.set_xlabel("share of the parameters" if place == "size" else "times as fast as dense (predicted)")
         if place == "size":
