@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,5 +13,5 @@ from surgeon.quality.data import Windows
 
 def subject_of(model: Any, windows: Windows, model_hash: str = "weights", memory: int | None = None) -> Subject:
     """A model called tiny, of this hash."""
-    files: Any = SimpleNamespace(model_hash=lambda: model_hash)
+    files: Any = SimpleNamespace(model_hash=lambda: model_hash, folder=Path("nowhere"))
     return Subject(Model("tiny", files, model.config, None), model, windows, memory)
