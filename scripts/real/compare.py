@@ -12,7 +12,8 @@ on tasks; then it is healed towards the original's predictions, all with the sam
 A text is searched on in its first quarter, judged in its second, healed on in the rest; the first text alone is
 searched on. "demo" is judged, and healed on by demo:train. All that is measured goes into FOLDER/compare.csv, a number
 a row; what is there already is not measured again, so that the same command goes on, and one with more methods, goals
-or tasks adds to it. scripts/real/page.py makes the page and the figure of it.
+or tasks adds to it (docs/measured/real.csv, copied there, is such a beginning). scripts/real/page.py makes the page
+and the figure of it.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ SMALLER = {"mixture": "drop,rank,width", "repeats": "drop:layers,repeat"}
 KEYS = ["goal", "method", "stage", "on", "metric"]
 COLUMNS = [*KEYS, "value", "low", "high", "count", "reached", "healed_on", "program"]
 DENSE = "dense"
+NOT = "out of reach"
 MARK = "<|endoftext|>"  # between the documents of some texts, which is no token of every model
 
 
@@ -167,6 +169,11 @@ class Comparison:
         self.end = time.monotonic() + 60 * options.minutes
         self.model = surgeon.open(options.model)
 
+    @property
+    def judges(self) -> list[str]:
+        """Names of the texts and tasks that programs are judged by."""
+        return [*self.texts.judged, *map(task_name, self.options.tasks)]
+
     def run(self) -> None:
         self.measure({"goal": DENSE, "method": DENSE, "stage": "edited", "reached": 1.0}, self.model)
         goals = [Goal(place, times) for times in self.options.speedups for place in PLACES]
@@ -180,7 +187,9 @@ class Comparison:
 
     def compare(self, goal: Goal, method: str) -> None:
         """Find the method's program for a goal; measure it, heal it, and measure it again."""
-        if self.rows.has(goal.name, method, "edited", "out of reach"):
+        wanted = [(stage, on) for stage in ("edited", "healed")[: 1 + bool(self.options.steps)] for on in self.judges]
+        known = all(self.rows.has(goal.name, method, *one) for one in wanted)
+        if known or self.rows.has(goal.name, method, "edited", NOT):
             return
         folder = self.folder / "search" / f"{goal.name}-{method}".replace(" ", "-")
         try:
@@ -203,7 +212,7 @@ class Comparison:
         except ValueError as error:
             if "out of reach" not in str(error) and "no edits of" not in str(error):
                 raise
-            self.rows.add([{"goal": goal.name, "method": method, "stage": "edited", "on": "out of reach"}])
+            self.rows.add([{"goal": goal.name, "method": method, "stage": "edited", "on": NOT}])
             print(f"{goal.name}, {method}: {error}", flush=True)
             return
         prices = found.trials.set_index("trial").loc[found.record["best"]["trial"]]
@@ -215,10 +224,7 @@ class Comparison:
             self.heal(about | {"stage": "healed"}, found.recipe)
 
     def heal(self, about: Mapping[str, Any], recipe: surgeon.Recipe) -> None:
-        wanted = [*self.texts.judged, *map(task_name, self.options.tasks)]
-        if all(self.rows.has(about["goal"], about["method"], "healed", on) for on in wanted):
-            return
-        if all(self.rows.of_program(about["program"], "healed", on) for on in wanted):
+        if all(self.rows.of_program(about["program"], "healed", on) for on in self.judges):
             self.measure(about, recipe)
             return
         target = self.folder / "healed"

@@ -18,10 +18,9 @@ import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
-from scripts.real.compare import DENSE, METHODS, PLACES
+from scripts.real.compare import DENSE, METHODS, NOT, PLACES
 from surgeon.findings.blocks import Table
 
-NOT = "out of reach"
 STAGES = ("edited", "healed")
 
 
