@@ -8,9 +8,11 @@ from surgeon.language.program import Program
 
 
 def permutation(layers: range, seed: int) -> list[int]:
-    """The order `shuffle` runs these layers in: the same for the same seed, on every machine."""
+    """The order `shuffle` runs these layers in, never their own: the same for the same seed, on every machine."""
     order = list(layers)
-    random.Random(f"{seed}:{layers.start}:{layers.stop}").shuffle(order)
+    generator = random.Random(f"{seed}:{layers.start}:{layers.stop}")
+    while order == [*layers] and len(order) > 1:
+        generator.shuffle(order)
     return order
 
 

@@ -78,6 +78,7 @@ def test_shuffle_runs_a_fixed_permutation() -> None:
     assert str(shuffle(DENSE, range(1, 5), seed=3)) == expected
     assert len({tuple(permutation(range(0, 6), seed)) for seed in range(20)}) > 10
     assert shuffle(DENSE, range(2, 3), seed=1) == DENSE
+    assert {tuple(permutation(range(4, 6), seed)) for seed in range(20)} == {(5, 4)}
 
 
 def test_reorder_runs_the_order_given() -> None:
