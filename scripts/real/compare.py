@@ -239,7 +239,7 @@ class Comparison:
         )
         for folder in (target, Path(f"{target}.run")):
             shutil.rmtree(folder, ignore_errors=True)
-        surgeon.heal(recipe, self.texts.healed, target, window=256, eval_tokens=512, settings=settings)
+        surgeon.heal(recipe, self.texts.healed, target, window=256, eval_tokens=512, settings=settings, dtype="float32")
         self.measure(about | {"healed_on": self.options.steps * 4 * 256}, target)
 
     def measure(self, about: Mapping[str, Any], what: Any) -> None:

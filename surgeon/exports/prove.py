@@ -236,9 +236,12 @@ def prove(
     tolerance = max((WRITTEN_TOLERANCE[tensor.dtype] for tensor in rounded.values()), default=EXACT_TOLERANCE)
     for what, found, bound in (("before rounding", exact, EXACT_TOLERANCE), ("as written", written, tolerance)):
         if not found <= bound:  # so that nan is refused too
+            advice = ""
+            if exact <= EXACT_TOLERANCE:
+                advice = "; what is rounded changes this model that much: store it in float32 (--dtype float32)"
             raise NotProven(
                 f"the {form} form does not compute what the program does: its logits {what} differ by "
-                f"{found:.2g} of their scale (at most {bound:g} is allowed), so nothing was written"
+                f"{found:.2g} of their scale (at most {bound:g} is allowed), so nothing was written{advice}"
             )
     dtype = str(next((tensor.dtype for tensor in rounded.values()), torch.float32)).removeprefix("torch.")
     return Proof(reference.tokens.numel(), reference.scale, exact, written, tolerance, dtype)

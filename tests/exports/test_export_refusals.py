@@ -162,3 +162,13 @@ def hash_of(folder: Path) -> str:
     for path in sorted(folder.rglob("*")):
         digest.update(path.name.encode() + (path.read_bytes() if path.is_file() else b""))
     return digest.hexdigest()
+
+
+def test_what_rounding_changes_too_much_is_to_be_stored_in_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_source(tmp_path / "source", dtype=torch.bfloat16)
+    monkeypatch.setattr("surgeon.exports.prove.WRITTEN_TOLERANCE", {torch.bfloat16: 1e-9})
+    with pytest.raises(NotProven, match=r"logits as written differ by .*: store it in float32 \(--dtype float32\)"):
+        run_export(tmp_path / "source", tmp_path / "out", PAIRS)
+    assert not (tmp_path / "out").exists()
