@@ -22,6 +22,7 @@ from scripts.real.compare import DENSE, METHODS, NOT, PLACES
 from surgeon.findings.blocks import Table
 
 STAGES = ("edited", "healed")
+TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)  # nats
 
 
 def read(path: Path) -> pd.DataFrame:
@@ -104,8 +105,10 @@ def draw(rows: pd.DataFrame, path: Path) -> None:
                         *zip(*points, strict=True), line, marker="o", ms=5, mfc=filled, color=colour, label=label
                     )
         panel.set_yscale("log")
+        low, high = panel.get_ylim()
+        panel.set_yticks([tick for tick in TICKS if low < tick < high], minor=False)
         panel.yaxis.set_major_formatter("{x:g}")
-        panel.yaxis.set_minor_formatter("{x:.2g}")
+        panel.minorticks_off()
         panel.set_title({"size": "stored smaller", "NVLink": "on NVLink", "1 ms link": "behind a link of 1 ms"}[place])
         panel.set_xlabel("share of the parameters" if place == "size" else "times as fast as dense (predicted)")
         if place == "size":
