@@ -71,7 +71,7 @@ def configurations(draw: st.DrawFn, family: str, layers: int) -> dict[str, Any]:
 @st.composite
 def programs(draw: st.DrawFn, layers: int, family: Family) -> Program:
     """Programs over so many layers; slices are halves, which everything that is drawn divides into."""
-    sliceable = family.attention.post_norm is None
+    sliceable = not family.attention.norms_output
     roles = {kind: [projection.role for projection in family.spec(kind).projections] for kind in KINDS}
 
     @st.composite

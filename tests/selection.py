@@ -10,7 +10,7 @@ import pytest
 from surgeon.models.families import FAMILIES
 
 # Families that norm what a sublayer adds to the stream: theirs are neither sliced nor fused.
-NORMED_BEHIND = tuple(name for name, family in FAMILIES.items() if family.attention.post_norm is not None)
+NORMED_BEHIND = tuple(name for name, family in FAMILIES.items() if family.attention.norms_output)
 
 # Families all of whose attentions run on ranks; programs of the others' MLPs do.
 RANKED = tuple(name for name, family in FAMILIES.items() if family.attention.apart is None)

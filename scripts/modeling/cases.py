@@ -38,7 +38,7 @@ def programs_of(family: Family) -> dict[str, str]:
     if family.mixture is not None:  # of which there are no averages; where heads share what they have, no factors
         first = "A0@q5,v3" if family.attention.kept is None else "A0"
         return {"plain": plain, "program": f"{first} F0 >A1 >F1!e0,e3 {{A2 F2 | A0 F1}} A0~A1 >[A2 A3] >[F2 F3!e1,e2]"}
-    if family.mlp.post_norm is not None:  # neither slices nor fusing are exact then
+    if family.mlp.norms_output:  # neither slices nor fusing are exact then
         return {"plain": plain, "program": f"A0@q5,v3 F0 >A1 >F1@up9,down7 {{A2 F2 | A0 F1}} >{pair}"}
     sliced = "{A2/2:0 F2/2:0 | A2/2:1 F2/2:1}"
     fused = f"A0 F0 {pair}" if family.steps_per_layer == 2 else f"[A0 F0] [A{first} F{first} A{second} F{second}]"

@@ -202,7 +202,7 @@ class RankWork:
         sublayer = computed_of(self.plan, work, part)
         maps = _Maps(self, part, sublayer, work, forward.tokens)
         stream = forward.tokens * self.plan.hidden
-        normed = self.plan.family.spec(sublayer.kind, sublayer.layers[0]).norm is not None
+        normed = "norm" in self.plan.family.spec(sublayer.kind, sublayer.layers[0]).stream_norms
         adds = self.adding and normed and part is work.parts[0]  # to the stream, which is read and written, too
         items: list[Item] = [self.numbers.copy("norm", (4 if adds else 2) * stream)] if normed else []
         if sublayer.kind == ATTENTION:
@@ -229,7 +229,7 @@ class RankWork:
             kept = None
             heads = kv_heads = own.stop - own.start
             yield from self._latent(plan.latent, maps, heads)
-        if plan.family.attention.norms_all_heads:
+        if plan.family.attention.joins_heads:
             yield self.numbers.copy("squares", forward.tokens * (heads + kv_heads) * plan.head_dim)
             if maps.is_slice:
                 yield Sent("all-reduce", SQUARES_BYTES // self.numbers.size, maps.of.sharers, exact=True)
@@ -359,7 +359,7 @@ class RankWork:
         return all(map(self._normed, step.sublayers))
 
     def _normed(self, sublayer: Sublayer) -> bool:
-        return self.plan.family.spec(sublayer.kind, sublayer.layers[0]).post_norm is not None
+        return self.plan.family.spec(sublayer.kind, sublayer.layers[0]).norms_output
 
 
 @dataclass(frozen=True)

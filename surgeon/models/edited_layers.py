@@ -94,9 +94,9 @@ class EditedLayers(nn.Module):
                 slices.setdefault(first, []).append(self.owner(sublayer))
         for first, modules in slices.items():
             share_undivided(modules, self.family.spec(first.kind, first.layers[0]))
-        path = self.family.attention.norm
-        if path is not None and self.family.shares_norm and self.keeps_derived:
+        if self.family.shares_norm and self.keeps_derived:
             # Derived sublayers of one layer that are stored as one have its norm between them.
+            path = self.family.attention.called[0]
             norms = dict[int, nn.Module]()
             groups = self.stored_groups
             for sublayer in filter(self.is_derived, dict.fromkeys(self.program.sublayers())):
@@ -327,9 +327,9 @@ class ModelMachine(Machine):
                 arguments = self.arguments[slot]
             else:
                 arguments = verified.given(sublayer, self.arguments[slot])
-            call = partial(_attention, owner, spec, slot, arguments)
+            call = partial(_through_stages, owner, spec, slot, spec.given(arguments))
         else:
-            call = partial(_through, owner, spec.called)
+            call = partial(_through_stages, owner, spec, None, {})
         if self.layers.gradient_checkpointing and self.layers.training:
             checkpointed: Any = self.layers._gradient_checkpointing_func
             output: Tensor = checkpointed(call, stream)
@@ -343,18 +343,17 @@ class ModelMachine(Machine):
         return output
 
 
-def _attention(owner: nn.Module, spec: SublayerSpec, slot: int, arguments: dict[str, Any], stream: Tensor) -> Tensor:
-    _set_cache_slot(owner, spec, slot)
-    normed = stream if spec.norm is None else owner.get_submodule(spec.norm)(stream)
-    first, *others = spec.modules
-    output = owner.get_submodule(first)(hidden_states=normed, **spec.given(arguments))
-    attended: Tensor = output[0] if isinstance(output, tuple) else output
-    return _through(owner, others, attended)
-
-
-def _through(owner: nn.Module, paths: Iterable[str], stream: Tensor) -> Tensor:
-    for path in paths:
-        output = owner.get_submodule(path)(stream)
+def _through_stages(
+    owner: nn.Module, spec: SublayerSpec, slot: int | None, arguments: dict[str, Any], stream: Tensor
+) -> Tensor:
+    if slot is not None:
+        _set_cache_slot(owner, spec, slot)
+    for path in spec.called:
+        module = owner.get_submodule(path)
+        if slot is not None and path == spec.module:
+            output = module(hidden_states=stream, **arguments)
+        else:
+            output = module(stream)
         # A mixture may give its router's choice, too, and tokens without their texts.
         stream = output[0].view(stream.shape) if isinstance(output, tuple) else output
     return stream

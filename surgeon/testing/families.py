@@ -22,6 +22,7 @@ from surgeon.language.program import Program
 from surgeon.language.sublayer import KINDS, Sublayer
 from surgeon.models.edit import decoder_layers, program_of, restore
 from surgeon.models.families import family_of
+from surgeon.models.families.specs import Growth
 from surgeon.models.routing import route
 from surgeon.models.weights import Dense, ModelWeights, ModuleStore, NamedTensors, Tensors, packed
 from surgeon.opened import open_model
@@ -77,7 +78,7 @@ class FamilyContract:
         for kind in KINDS:
             spec = family.spec(kind, 1)
             sublayer = Sublayer(kind, (1,))
-            for path in (*spec.called, *spec.head_norms):
+            for path in (*spec.called, *spec.norms.values()):
                 layer.get_submodule(path)
             units = family.units(model.config, 1)
             counted = {unit: count * family.unit_width(model.config, unit) for unit, count in units.items()}
@@ -166,7 +167,7 @@ class FamilyContract:
         tensors = weights.by_role(whole)
         x = torch.randn(1, 9, model.config.hidden_size)
         with torch.no_grad():
-            output = model.get_submodule(f"{family.layers}.1.{spec.modules[0]}")(x)
+            output = model.get_submodule(f"{family.layers}.1.{spec.module}")(x)
         expected = (output[0] if isinstance(output, tuple) else output).flatten(0, -2)
         logits = functional.linear(x[0], tensors["router.weight"], tensors.get("router.bias"))
         chosen, shares = route(logits, spec.mixture.routing(model.config), tensors.get("router.correction"))
@@ -220,7 +221,8 @@ class FamilyContract:
 
     @pytest.mark.parametrize("name", ["dense", "lp", "par", "ladder", "merge"])
     def test_left_padding_changes_nothing(self, model: PreTrainedModel, ids: Tensor, name: str) -> None:
-        if family_of(model.config).grows_unturned:
+        growth = family_of(model.config).attention.head_stage(Growth)
+        if growth is not None and growth.unturned:
             pytest.skip("queries of stock classes grow by places in the text, padding counted")
         _edited(model, name)
         pad = torch.zeros(2, 3, dtype=torch.long)
@@ -345,7 +347,7 @@ def _dense(model: PreTrainedModel) -> Program:
 
 def _can_be_sliced(model: PreTrainedModel) -> bool:
     attention = family_of(model.config).attention
-    return attention.post_norm is None and not attention.norms_all_heads and attention.kept is None
+    return not attention.norms_output and not attention.joins_heads and attention.kept is None
 
 
 def _edited(model: PreTrainedModel, name: str) -> PreTrainedModel:

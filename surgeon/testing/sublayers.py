@@ -72,15 +72,16 @@ class Sublayers:
         spec = self.family.spec("A", k)
         normed = []
         calls = []
-        attention = self.layers[k].get_submodule(spec.modules[0])
+        attention = self.layers[k].get_submodule(spec.module)
         hooks = [
             attention.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True),
             self.layers[k].register_forward_pre_hook(
                 lambda *given: normed.append(_stream_in(*given)), with_kwargs=True
             ),
         ]
-        if spec.norm is not None:
-            norm = self.layers[k].get_submodule(spec.norm)
+        before = spec.called[: spec.called.index(spec.module)]
+        for path in before:
+            norm = self.layers[k].get_submodule(path)
             hooks.append(norm.register_forward_hook(lambda _, __, output: normed.append(output)))
         self._run()
         for hook in hooks:
@@ -89,7 +90,7 @@ class Sublayers:
         positional = [_STREAM if value is normed[-1] else value for value in args]
         named = {name: _STREAM if value is normed[-1] else value for name, value in kwargs.items()}
         given = [value for value in (*positional, *named.values()) if value is _STREAM]
-        assert len(given) == 1, f"{spec.modules[0]} of layer {k} does not read what {spec.norm or 'the layer'} gives"
+        assert len(given) == 1, f"{spec.module} of layer {k} does not read what {' '.join(before) or 'the layer'} gives"
         return positional, named
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -106,10 +107,10 @@ class Sublayers:
     def attention(self, k: int, x: Tensor) -> Tensor:
         spec = self.family.spec("A", k)
         args, kwargs = self.calls[k]
-        normed = x if spec.norm is None else self._through(k, [spec.norm], x)
+        normed = self._through(k, spec.called[: spec.called.index(spec.module)], x)
         positional = [normed if value is _STREAM else value for value in args]
         named = {name: normed if value is _STREAM else value for name, value in kwargs.items()}
-        output = self.layers[k].get_submodule(spec.modules[0])(*positional, **named)
+        output = self.layers[k].get_submodule(spec.module)(*positional, **named)
         return self._scaled(self._through(k, spec.modules[1:], output[0] if isinstance(output, tuple) else output))
 
     @torch.no_grad()
@@ -171,7 +172,7 @@ class Sublayers:
         stored = other.layers[k].get_parameter(f"{writing.path}.weight")
         stored.copy_(columns.flatten(0, 1) if writing.transposed else columns.flatten(0, 1).T)
         spec = self.family.spec(kind)
-        for path, role in spec.feature_norms.items() if spec.norms_all_heads else ():
+        for path, role in spec.feature_norms.items() if spec.joins_heads else ():
             other._norm_only(k, spec.projection(role), path, ~left_out)
         return other
 
@@ -181,12 +182,12 @@ class Sublayers:
         other = Sublayers(self.model, self.ids)
         spec = self.family.spec("F", k)
         assert spec.mixture is not None
-        parent, _, name = spec.modules[0].rpartition(".")
+        parent, _, name = spec.module.rpartition(".")
         config: Any = copy.deepcopy(self.model.config)
         count = getattr(config, spec.mixture.count)
         setattr(config, spec.mixture.count, len(kept))
         config.num_experts_per_tok = min(config.num_experts_per_tok, len(kept))
-        whole = other.layers[k].get_submodule(spec.modules[0])
+        whole = other.layers[k].get_submodule(spec.module)
         fewer = type(whole)(config)
         for path, tensor in fewer.state_dict().items():
             own = whole.state_dict()[path]

@@ -220,5 +220,4 @@ def _modules(model: PreTrainedModel, scope: str, program: Program) -> Iterator[n
         for sublayer in dict.fromkeys(layers.program.sublayers()) if scope == "norms" else edited_in(model, program):
             spec = layers.family.spec(sublayer.kind, sublayer.layers[0])
             owner = layers.owner(sublayer)
-            norms = (spec.norm, spec.post_norm, *spec.head_norms)
-            yield from (owner.get_submodule(path) for path in norms if path is not None)
+            yield from (owner.get_submodule(path) for path in spec.norms.values())

@@ -41,7 +41,7 @@ BIASED = {"llama": {"attention_bias": True, "mlp_bias": True}}
 
 def tracks_of(family: str) -> str:
     """A program of slices, where the architecture has them."""
-    return UNSLICED if FAMILIES[family].mlp.post_norm else TRACKS
+    return UNSLICED if FAMILIES[family].mlp.norms_output else TRACKS
 
 
 def model_running(model: Any, program: str) -> Any:
@@ -110,7 +110,7 @@ def layers_of(running: Any) -> list[nn.Module]:
 @pytest.mark.sampled
 @pytest.mark.parametrize("family", one_in(2, DENSE_FAMILIES, 1))
 def test_checkpoints_load_as_they_were_exported(family: str, tmp_path: Path) -> None:
-    program = MERGED[FAMILIES[family].mlp.post_norm is not None]
+    program = MERGED[FAMILIES[family].mlp.norms_output]
     model = save_source(tmp_path / "source", family, num_layers=3)
     run_export(tmp_path / "source", tmp_path / "target", program, form="program")
     expected = plain_logits(model, program)

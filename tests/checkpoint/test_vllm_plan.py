@@ -26,7 +26,7 @@ DIVIDED = sorted(
     for name, family in FAMILIES.items()
     if family.mixture is None
     and not family.attention.counts
-    and not family.attention.norms_all_heads
+    and not family.attention.joins_heads
     and not family.attention.apart  # gated, which ranks do not run
 )
 EVERYWHERE = "A0@q5,k3,v4,o6 F0@gate7,up9,down9 A1@q5,k3,v4,o6 F1@gate7,up9,down9"

@@ -83,7 +83,7 @@ def test_an_unedited_model_is_exported_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", one_in(8, DENSE_FAMILIES, 0))
 def test_saved_models_load_everywhere(family: str, tmp_path: Path) -> None:
-    program = "A0@v4,o7 F0 >A1~A2 >F1~F2@down5" if FAMILIES[family].mlp.post_norm else f"{SLICED} A2@v4,o7 F2@down5"
+    program = "A0@v4,o7 F0 >A1~A2 >F1~F2@down5" if FAMILIES[family].mlp.norms_output else f"{SLICED} A2@v4,o7 F2@down5"
     model = trained(family, program)
     expected = logits_of(model)
     model.save_pretrained(tmp_path)

@@ -23,6 +23,7 @@ from surgeon.language.operations.declare import HEATMAPS, VARIANTS, Heatmap, Var
 from surgeon.language.program import Program
 from surgeon.models.families import FAMILIES, Family
 from surgeon.models.families.llama import LLAMA
+from surgeon.models.families.specs import StreamNorm
 from surgeon.opened import Model
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.spaces import SPACES, Space, register
@@ -187,7 +188,7 @@ def described(**changes: Any) -> Family:
     ("family", "test", "with_ids"),
     [
         (
-            described(attention=replace(LLAMA.attention, norm="post_attention_layernorm")),
+            described(attention=replace(LLAMA.attention, stages=(StreamNorm("post_attention_layernorm"), "self_attn"))),
             "test_the_unedited_program_is_the_stock_model_bit_for_bit",
             True,
         ),
@@ -313,7 +314,7 @@ def run_space_test(name: str, space: Space, model: Model) -> None:
 
 
 def test_an_equation_needs_the_norm_that_the_attention_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = described(attention=replace(LLAMA.attention, norm="post_attention_layernorm"))
+    wrong = described(attention=replace(LLAMA.attention, stages=(StreamNorm("post_attention_layernorm"), "self_attn")))
     monkeypatch.setitem(FAMILIES, "our_llama", wrong)
     with pytest.raises(AssertionError, match="self_attn of layer 0 does not read what post_attention_layernorm gives"):
         Sublayers(OurForCausalLM(OurConfig(**SMALL)), torch.tensor([[4, 5, 6]]))

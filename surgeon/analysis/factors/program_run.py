@@ -182,7 +182,7 @@ class _Tapping(ModelMachine):
         for matrix in self.watched:
             if matrix.role == EXPERTS and spec.mixture is not None:  # who is sent to which they are told, or not
                 if spec.mixture.weighs_inputs:
-                    path = spec.modules[0]
+                    path = spec.module
                 else:
                     path = spec.mixture.experts
             else:

@@ -40,7 +40,7 @@ from surgeon.models.families import Family, Projection
 from surgeon.models.families.fused import FUSED as FUSED_FAMILY
 from surgeon.models.families.fused import OFFSET, POSITIONS, PROJECTIONS
 from surgeon.models.families.positions import long_rotary_angles, rotated_layers, windowed_layers
-from surgeon.models.families.specs import Unit
+from surgeon.models.families.specs import Clamp, Growth, Unit
 from surgeon.models.weights import FactorSource, ModelWeights
 
 ROWS = 64  # that are computed at a time: they stay in the second cache, and the heap keeps them for the next ones
@@ -102,16 +102,17 @@ class FusedPlanner(TensorPlanner):
 
     def _norms(self, kind: str, sublayers: tuple[Sublayer, ...]) -> dict[str, Compute]:
         """The norm before a sublayer, which does no more than norm where several lie side by side; and head norms."""
-        own = self.family.spec(kind)
-        written = FUSED_FAMILY.spec(kind)
+        spec = self.family.spec(kind)
+        own = spec.stream_norms["norm"]
+        written = FUSED_FAMILY.spec(kind).stream_norms["norm"]
         gain = torch.zeros_like if self.family.unit_offset else torch.ones_like
         tensors: dict[str, Compute] = {}
         for part in self.family.norm_parts:
-            compute = partial(self.part, sublayers[0], f"{own.norm}.{part}")
+            compute = partial(self.part, sublayers[0], f"{own}.{part}")
             if len(sublayers) > 1:  # the gains and shifts of all of them are folded into what follows
                 compute = partial(_as, gain if part == "weight" else torch.zeros_like, compute)
-            tensors[f"{written.norm}.{part}"] = compute
-        for path in own.head_norms:
+            tensors[f"{written}.{part}"] = compute
+        for path in () if spec.head_norm is None else spec.head_norm.paths.values():
             tensors[f"{path}.weight"] = partial(self._head_gains, sublayers, f"{path}.weight")
         return tensors
 
@@ -180,7 +181,8 @@ class FusedPlanner(TensorPlanner):
         return torch.cat([gain.expand(times, -1) for gain, times in zip(gains, turns, strict=True)])
 
     def _norm_part(self, sublayer: Sublayer, part: str, weights: ModelWeights) -> Tensor:
-        return self.part(sublayer, f"{self.family.spec(sublayer.kind, sublayer.layers[0]).norm}.{part}", weights)
+        spec = self.family.spec(sublayer.kind, sublayer.layers[0])
+        return self.part(sublayer, f"{spec.stream_norms['norm']}.{part}", weights)
 
     def _in_turn(self, parts: list[Tensor], sublayers: tuple[Sublayer, ...], dim: int) -> Tensor:
         """Heads (or neurons) of several sublayers along one dimension, a block of each in turn."""
@@ -238,14 +240,12 @@ class Fused(Form):
                 f"layers of {family.name} are mixtures of experts, and two mixtures are not one: each router weighs "
                 "its own experts, which one softmax over those of both would weigh otherwise"
             )
-        if family.attention.post_norm is not None:
+        if family.attention.norms_output:
             raise Inexpressible(
                 f"{family.name} norms what a sublayer adds to the stream, and the norm of a sum is not the sum of norms"
             )
-        if family.attention.norms_all_heads:
-            raise Inexpressible(f"{family.name} norms queries and keys of all heads together")
-        if family.attention.gains_each_head:
-            raise Inexpressible(f"{family.name} has a gain for each head of queries and keys, of which ranks have some")
+        if (why_whole := family.attention.why_whole) is not None:
+            raise Inexpressible(f"{family.name} {why_whole}, of which ranks have some")
         if why_not := family.unfusable(config):
             raise Inexpressible(why_not)
         lists = {
@@ -332,7 +332,8 @@ def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, 
     biases = {role: any(name.endswith(f"{path}.bias") for name in shapes) for role, path in PATHS.items()}
     units = family.units(config)
     scale = family.attention_scale(config)
-    growth = family.query_growth(config)
+    growth = family.attention.head_stage(Growth)
+    clamp = family.attention.head_stage(Clamp)
 
     def dropped(attribute: str | None) -> Any:
         if attribute is None:
@@ -363,12 +364,12 @@ def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, 
         "qkv_bias": biases["q"],
         "o_bias": biases["o"],
         "attention_scaling": family.head_dim(config) ** -0.5 if scale is None else scale,
-        "clip_qkv": family.bound(config),
+        "clip_qkv": None if clamp is None else clamp.bound,
         "query_growth": None if growth is None else [growth.rate, growth.length],
         "embedding_scale": family.embedding_scale(config) or 1.0,
         "output_scale": family.output_scale(config) or 1.0,
         "logit_scale": family.logit_scale(config) or 1.0,
-        "head_norm": bool(family.attention.head_norms),
+        "head_norm": family.attention.head_norm is not None,
         # How far each layer's attention looks, in the words that `transformers` has for masks.
         "layer_types": [
             "sliding_attention" if windowed[layer.sources[0]] else "full_attention" for layer in layout.layers
@@ -400,7 +401,7 @@ def _widths(layer: StoredLayer, family: Family, units: dict[Unit, int]) -> dict[
     groups = groups_of(layer.attention, units["kv_heads"])
     per_group = units["heads"] // units["kv_heads"]
     found: dict[str, Any] = {"skip": layer.lacks} if layer.lacks else {}
-    if groups and family.attention.head_norms:
+    if groups and family.attention.head_norm is not None:
         found["head_norm_turns"] = sum(groups) // math.gcd(*groups)
     if groups:
         found |= {"num_attention_heads": sum(groups) * per_group, "num_key_value_heads": sum(groups)}

@@ -28,7 +28,6 @@ from surgeon.models.weights import (
     Tensors,
     WeightMatrix,
     mean,
-    norm_paths,
     packed,
 )
 from surgeon.models.weights.layers import StoredWeights
@@ -272,7 +271,8 @@ class TensorPlanner:
                     f"{prefix}{name} is no tensor of {self.family.name} that surgeon knows; it cannot be exported"
                 )
         needed = [projection.path for projection in spec.projections if not projection.stacked]
-        for path in filter(None, (spec.norm if self.family.norm_parts else None, *needed)):
+        norms = spec.stream_norms.values() if self.family.norm_parts else ()
+        for path in (*norms, *needed):
             if not any(name.startswith(f"{path}.") and name.endswith("weight") for name in names):
                 raise ValueError(
                     f"{self.source.folder} has no tensor {prefix}{path}.weight, which {self.family.name} needs"
@@ -321,7 +321,7 @@ class ModulePlanner(TensorPlanner):
         self.paths(sublayer)  # refuses a layer with what is not known
         tensors = self.outlines.weights.norms(sublayer) | self.outlines.weights.router(sublayer)
         for name in tensors:
-            places = norm_paths(spec) | {"router": "", "shared_router": ""}
+            places = spec.norms | {"router": "", "shared_router": ""}
             path = spec.mixture.whole.get(name) or f"{places[name.partition('.')[0]]}.{name.rpartition('.')[2]}"
             yield path, partial(_beside, sublayer, name)
         apart = taken_apart(spec, lambda role: sublayer.rank(role) is not None)
@@ -459,6 +459,6 @@ def _roots(spec: SublayerSpec) -> tuple[str, ...]:
     return tuple(f"{root}." for root in spec.called)
 
 
-def known_modules(spec: SublayerSpec) -> set[str | None]:
+def known_modules(spec: SublayerSpec) -> set[str]:
     """Paths of the modules that have weights."""
-    return {spec.norm, *spec.head_norms, spec.post_norm, *(projection.path for projection in spec.projections)}
+    return {*spec.norms.values(), *(projection.path for projection in spec.projections)}

@@ -163,10 +163,8 @@ def needs_plugin(program: Program, family: Family, config: Any, num_layers: int)
         return f"{family.name}'s output head has a bias, which vLLM's backend for transformers leaves out"
     if family.attention.counts:
         return f"{family.name}'s attention in transformers goes by the number of all heads, of which a rank has some"
-    if family.attention.norms_all_heads:
-        return f"{family.name} norms queries and keys of all heads together, of which a rank has some"
-    if family.attention.gains_each_head:
-        return f"{family.name} has a gain for each head of queries and keys, of which a rank has some"
+    if family.attention.why_whole is not None:
+        return f"{family.name} {family.attention.why_whole}, of which a rank has some"
     if family.units(config)["kv_heads"] == 1:
         return "ranks cannot divide one KV head"
     return None
@@ -177,18 +175,19 @@ def family_row(family: Family, config: Any) -> dict[str, Any]:
     specs = family.specs()
     projections = list(dict.fromkeys(p for spec in specs for p in spec.projections if not p.stacked))
     reads = list(dict.fromkeys(p.path for p in projections if p.reads_stream))
-    counts = [f"{spec.modules[0]}.{path}" for spec in specs for path in spec.counts if spec.mixture is None]
+    counts = [f"{spec.module}.{path}" for spec in specs for path in spec.counts if spec.mixture is None]
     return {
         "attentions": [
             {
-                "called": [spec.norm or "", *spec.modules],
+                "called": list(spec.called),
+                "module": spec.module,
                 "slot": spec.cache_slot,
                 "renamed": dict(spec.renamed),
                 "counted_by": dict(spec.counted_by),
             }
             for spec in family.attentions
         ],
-        "feed_forward": [family.mlp.norm or "", *family.mlp.modules],
+        "feed_forward": list(family.mlp.called),
         "reads": reads,
         "writes": [p.path for p in projections if not p.reads_stream],
         "roles": [[p.role, p.path] for p in projections],  # a list: `save_pretrained` sorts what has keys

@@ -54,10 +54,11 @@ CACHES = ("cache", "past_key_values", "layer_past")
 class Family(NamedTuple):
     """An architecture: where a layer has its sublayers (paths from the layer), and how the decoder calls layers."""
 
-    attentions: tuple[dict[str, Any], ...]  # of each kind: "called", its norm (empty where there is none), then modules
-    # called one after the other; "slot", the attribute that says which entry of the cache it uses; "renamed", arguments
-    # that it calls otherwise, or (null) lacks; "counted_by", where its entry counts no tokens, what lists have for one
-    feed_forward: tuple[str, ...]  # its norm, then modules
+    attentions: tuple[dict[str, Any], ...]  # of each kind: "called", norms and modules in order; "module", the one that
+    # gets the decoder's arguments; "slot", the attribute that says which entry of the cache it uses; "renamed",
+    # arguments that it calls otherwise, or (null) lacks; "counted_by", where its entry counts no tokens, what lists
+    # have for one
+    feed_forward: tuple[str, ...]  # norms and modules, in order
     reads: tuple[str, ...]  # projections of the normed stream: a slice has some of their output features
     writes: tuple[str, ...]  # projections to the stream: a slice has some of their input features
     roles: tuple[list[str], ...]  # what programs call a projection, and its path; those of one path are packed so
@@ -392,11 +393,11 @@ def has(layer: nn.Module, path: str) -> bool:
 
 def attention_in(layer: nn.Module, family: Family) -> dict[str, Any]:
     """Which kind of attention a layer has; the first one if it has none."""
-    return next((one for one in family.attentions if has(layer, one["called"][1])), family.attentions[0])
+    return next((one for one in family.attentions if has(layer, one["module"])), family.attentions[0])
 
 
 def called_in(layer: nn.Module, family: Family, kind: str) -> tuple[str, ...]:
-    """The norm of a layer's attention or feed-forward, and the modules called behind it."""
+    """The norms and modules that a layer's attention or feed-forward calls one after the other."""
     if kind == "A":
         return tuple(attention_in(layer, family)["called"])
     return family.feed_forward
@@ -419,7 +420,7 @@ def narrow(layer: nn.Module, family: Family, kind: str, width: int) -> None:
         old = attrgetter(path)(layer)
         set_at(layer, path, nn.Parameter(old.new_empty(len(old) * width // units, *old.shape[1:])))
     for path in family.counts:
-        if has(layer, path) and path.startswith(called_in(layer, family, kind)[1:]):
+        if has(layer, path) and path.startswith(called_in(layer, family, kind)):
             owner = path.rpartition(".")[0]
             counting = attrgetter(owner)(layer)
             if not isinstance(counting, nn.Module):  # a configuration, which all layers have in common
@@ -585,18 +586,18 @@ class ProgramLayers(nn.Module):
 
     def output(self, sublayer: Sublayer, slot: int | None, arguments: dict[str, Any], stream: Tensor) -> Tensor:
         layer = self.get_submodule(str(sublayer.layer))
-        norm, first, *others = called_in(layer, self.family, sublayer.kind)
+        called = called_in(layer, self.family, sublayer.kind)
+        attention = attention_in(layer, self.family)
         if slot is not None:
-            attention = attention_in(layer, self.family)
             set_at(layer, attention["slot"], slot)
             renamed = {attention["renamed"].get(name, name): value for name, value in arguments.items()}
             arguments = {name: value for name, value in renamed.items() if name is not None}
-        with self.sliced(layer, (first, *others), sublayer.piece):
-            normed = layer.get_submodule(norm)(stream) if norm else stream
-            x = layer.get_submodule(first)(normed, **arguments)
-            x = x[0].view(stream.shape) if isinstance(x, tuple) else x
-            for path in others:
-                x = layer.get_submodule(path)(x)
+        x: Any = stream
+        with self.sliced(layer, called, sublayer.piece):
+            for path in called:
+                given = arguments if path == attention["module"] else {}
+                x = layer.get_submodule(path)(x, **given)
+                x = x[0].view(stream.shape) if isinstance(x, tuple) else x
         if self.family.output_scale is not None:
             x = x * self.family.output_scale
         if self.family.dropout is not None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, LayerShapes, MixtureShapes
@@ -19,14 +19,6 @@ from surgeon.models.families.specs import NEURONS, Latent, MixtureSpec, Sublayer
 from surgeon.words import layer_list
 
 Scale = Callable[[Any], float | None]  # of a config: a factor; None where the architecture has none
-
-
-class Growth(NamedTuple):
-    """A factor that grows with positions p: 1 + rate * log(1 + floor((p + ahead) / length))."""
-
-    rate: float
-    length: int
-    ahead: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,10 +44,6 @@ def _nothing_else(*_: Any) -> dict[str, Any]:
 
 def _none(_: Any) -> None:
     return None
-
-
-def _not(_: Any) -> bool:
-    return False
 
 
 @dataclass(frozen=True)
@@ -112,16 +100,8 @@ class Family:
         attention_scale: what products of queries and keys are multiplied by; by default 1 / sqrt(head_dim).
         computes_anew: whether generation computes a text again as it grows beyond the length from which its rotary
             positions are others (Phi3); else keys stay in the cache as they were turned.
-        bound: of what is projected to queries, keys and values, if there is one; of attentions without head norms only.
-        query_growth: what queries are multiplied by as they come from their projection, and so of attentions without
-            head norms only.
-        grows_unturned: whether that is so in layers without rotary positions only. Positions are places in the text
-            then, padding counted.
-        plain_head_norms: of a config: whether queries and keys of layers with rotary positions are normed, head by
-            head, without a gain (an L2 norm times the root of head_dim).
         output_scale: what is multiplied with the output of every sublayer before it is added (Granite).
         logit_scale: what output logits are multiplied by, before they are capped.
-        head_norm_turns: whether gains of head norms are (turns, head_dim): one for each layer whose heads take turns.
         arguments: names of what the decoder hands a layer by position after the stream.
         returns_tuple: whether a layer returns its stream as the first item of a tuple.
         variant: the description of a model with this config, where it depends on more than the model type.
@@ -181,13 +161,8 @@ class Family:
     embedding_scale: Scale = _none
     attention_scale: Scale = _none
     computes_anew: bool = False
-    bound: Callable[[Any], float | None] = _none
-    query_growth: Callable[[Any], Growth | None] = _none
-    grows_unturned: bool = False
-    plain_head_norms: Callable[[Any], bool] = _not
     output_scale: Scale = _none
     logit_scale: Scale = _none
-    head_norm_turns: bool = False
     arguments: tuple[str, ...] = ()
     returns_tuple: bool = False
     variant: Callable[[Family, Any], Family] = _unvaried
@@ -265,7 +240,8 @@ class Family:
     @property
     def shares_norm(self) -> bool:
         """Whether a layer's two sublayers have one norm between them (Cohere)."""
-        return self.attention.norm is not None and self.attention.norm == self.mlp.norm
+        norm = self.attention.stream_norms.get("norm")
+        return norm is not None and norm == self.mlp.stream_norms.get("norm")
 
     @property
     def norm_parts(self) -> tuple[str, ...]:

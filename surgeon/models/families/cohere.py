@@ -5,14 +5,14 @@ from typing import Any
 
 from surgeon.models.families.base import Factor, Family
 from surgeon.models.families.llama import LLAMA
+from surgeon.models.families.specs import HeadNorm
 
 
 def _variant(family: Family, config: Any) -> Family:
     """Command R+ norms queries and keys."""
     if not getattr(config, "use_qk_norm", False):
         return family
-    norms = ("self_attn.q_norm", "self_attn.k_norm")
-    return replace(family, attention=replace(family.attention, head_norms=norms, gains_each_head=True))
+    return replace(family, attention=replace(family.attention, heads=(HeadNorm("each"),)))
 
 
 COHERE = replace(
@@ -20,7 +20,7 @@ COHERE = replace(
     name="Cohere",
     model_type="cohere",
     summary=("attention beside MLP behind one norm without a shift; neighbouring features turn, logits have a factor."),
-    mlp=replace(LLAMA.mlp, norm=LLAMA.attention.norm),
+    mlp=replace(LLAMA.mlp, stages=(LLAMA.attention.stages[0], "mlp")),
     norm_kind="centred",
     norm_epsilon="layer_norm_eps",
     rotary_neighbours=True,

@@ -7,24 +7,31 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
-from surgeon.models.families.base import Factor, Family, Growth
+from surgeon.models.families.base import Factor, Family
 from surgeon.models.families.llama import LLAMA
 from surgeon.models.families.registry import FAMILIES
-from surgeon.models.families.specs import Projection
+from surgeon.models.families.specs import Clamp, Growth, HeadNorm, HeadStage, Projection
 
 POSITIONS = "model.embed_positions"  # where positions are learned
 OFFSET = "rms_offset"  # what its configuration calls RMS norms that multiply by 1 + their stored gain
 
 
 def _variant(family: Family, config: Any) -> Family:
-    head_norms = ("self_attn.q_norm", "self_attn.k_norm") if config.head_norm else ()
+    heads: list[HeadStage] = []
+    if config.clip_qkv is not None:
+        heads.append(Clamp(config.clip_qkv))
+    if config.query_growth is not None:
+        rate, length = config.query_growth
+        heads.append(Growth(float(rate), int(length)))
+    if config.head_norm:
+        heads.append(HeadNorm("turns"))
     base = FAMILIES.get(config.base_model_type)
     return replace(
         family,
         name=family.name if base is None else base.name,
         norm_kind="rms" if config.norm == OFFSET else config.norm,
         unit_offset=config.norm == OFFSET,
-        attention=replace(family.attention, head_norms=head_norms),
+        attention=replace(family.attention, heads=tuple(heads)),
         mlp=family.mlp if config.gated else replace(family.mlp, projections=family.mlp.projections[1:]),
         gated=config.gated,
         head_bias=config.head_bias,
@@ -35,12 +42,6 @@ def _variant(family: Family, config: Any) -> Family:
         position_offset=config.position_offset,
         steps_per_layer=1 if config.parallel_residual else 2,
     )
-
-
-def _query_growth(config: Any) -> Growth | None:
-    if config.query_growth is None:
-        return None
-    return Growth(float(config.query_growth[0]), int(config.query_growth[1]))
 
 
 FUSED = replace(
@@ -54,14 +55,11 @@ FUSED = replace(
     window="sliding_window",
     window_layers="layer_types",
     attention_scale=attrgetter("attention_scaling"),
-    bound=attrgetter("clip_qkv"),
-    query_growth=_query_growth,
     embedding_scale=Factor("embedding_scale"),
     output_scale=Factor("output_scale"),
     logit_scale=Factor("logit_scale"),
     rotary_layers="rotary_layers",
     layer_lists=("layer_types", "rotary_layers"),
-    head_norm_turns=True,
     variant=_variant,
 )
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from surgeon.errors import shown
 from surgeon.models.families.llama import LLAMA
+from surgeon.models.families.specs import HeadNorm, StreamNorm
 
 MOST_FEATURES = 1 << 40  # of a head
 
@@ -26,16 +27,9 @@ GEMMA2 = replace(
     name="Gemma2",
     model_type="gemma2",
     summary=("norms after sublayers too, gains stored as 1 + weight, windows in every other layer, capped logits."),
-    attention=replace(
-        LLAMA.attention,
-        modules=("self_attn", "post_attention_layernorm"),
-        post_norm="post_attention_layernorm",
-    ),
+    attention=replace(LLAMA.attention, stages=(*LLAMA.attention.stages, StreamNorm("post_attention_layernorm"))),
     mlp=replace(
-        LLAMA.mlp,
-        norm="pre_feedforward_layernorm",
-        modules=("mlp", "post_feedforward_layernorm"),
-        post_norm="post_feedforward_layernorm",
+        LLAMA.mlp, stages=(StreamNorm("pre_feedforward_layernorm"), "mlp", StreamNorm("post_feedforward_layernorm"))
     ),
     unit_offset=True,
     activation="hidden_activation",
@@ -76,7 +70,7 @@ GEMMA3 = replace(
     name="Gemma3",
     model_type="gemma3_text",
     summary="Gemma2 with norms of heads in place of caps, and rotary positions by kind of layer.",
-    attention=replace(GEMMA2.attention, head_norms=("self_attn.q_norm", "self_attn.k_norm")),
+    attention=replace(GEMMA2.attention, heads=(HeadNorm(),)),
     attention_softcap=None,  # transformers caps no scores here, whatever attn_logit_softcapping says
     unsupported=_gemma3_unsupported,
 )

@@ -10,6 +10,7 @@ from surgeon.models.families.deepseek import DEEPSEEK_V3
 from surgeon.models.families.llama import LLAMA
 from surgeon.models.families.phi import PHI3
 from surgeon.models.families.qwen import QWEN3
+from surgeon.models.families.specs import StreamNorm
 
 GLM = replace(
     LLAMA,
@@ -29,12 +30,8 @@ GLM4 = replace(
     name="GLM-4",
     model_type="glm4",
     summary="GLM with norms after sublayers, too.",
-    attention=replace(
-        GLM.attention,
-        modules=("self_attn", "post_self_attn_layernorm"),
-        post_norm="post_self_attn_layernorm",
-    ),
-    mlp=replace(GLM.mlp, modules=("mlp", "post_mlp_layernorm"), post_norm="post_mlp_layernorm"),
+    attention=replace(GLM.attention, stages=(*GLM.attention.stages, StreamNorm("post_self_attn_layernorm"))),
+    mlp=replace(GLM.mlp, stages=(*GLM.mlp.stages, StreamNorm("post_mlp_layernorm"))),
 )
 
 

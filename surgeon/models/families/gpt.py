@@ -7,7 +7,7 @@ from typing import Any
 
 from surgeon.models.families.base import Family
 from surgeon.models.families.phi import PHI
-from surgeon.models.families.specs import Projection, SublayerSpec
+from surgeon.models.families.specs import Projection, StreamNorm, SublayerSpec
 
 
 def _gpt2_unsupported(config: Any) -> str | None:
@@ -36,8 +36,7 @@ GPT2 = Family(
     final_norm="transformer.ln_f",
     head="lm_head",
     attention=SublayerSpec(
-        norm="ln_1",
-        modules=("attn",),
+        stages=(StreamNorm("ln_1"), "attn"),
         projections=(
             Projection("q", "attn.c_attn", "heads", transposed=True),
             Projection("k", "attn.c_attn", "heads", transposed=True),
@@ -48,8 +47,7 @@ GPT2 = Family(
         cache_slot="attn.layer_idx",
     ),
     mlp=SublayerSpec(
-        norm="ln_2",
-        modules=("mlp",),
+        stages=(StreamNorm("ln_2"), "mlp"),
         projections=(
             Projection("up", "mlp.c_fc", "neurons", transposed=True),
             Projection("down", "mlp.c_proj", "neurons", reads_stream=False, transposed=True),
@@ -91,8 +89,7 @@ GPT_NEO = Family(
     final_norm="transformer.ln_f",
     head="lm_head",
     attention=SublayerSpec(
-        norm="ln_1",
-        modules=("attn",),
+        stages=(StreamNorm("ln_1"), "attn"),
         projections=(
             Projection("q", "attn.attention.q_proj", "heads"),
             Projection("k", "attn.attention.k_proj", "heads"),
@@ -103,8 +100,7 @@ GPT_NEO = Family(
         cache_slot="attn.attention.layer_id",
     ),
     mlp=SublayerSpec(
-        norm="ln_2",
-        modules=("mlp",),
+        stages=(StreamNorm("ln_2"), "mlp"),
         projections=(
             Projection("up", "mlp.c_fc", "neurons"),
             Projection("down", "mlp.c_proj", "neurons", reads_stream=False),
@@ -169,7 +165,7 @@ GPTJ = replace(
     ),
     mlp=replace(
         PHI.mlp,
-        norm=GPT2.attention.norm,
+        stages=(GPT2.attention.stages[0], "mlp"),
         projections=(
             Projection("up", "mlp.fc_in", "neurons"),
             Projection("down", "mlp.fc_out", "neurons", reads_stream=False),
@@ -204,8 +200,7 @@ GPT_NEOX = Family(
     final_norm="gpt_neox.final_layer_norm",
     head="lm_head",
     attention=SublayerSpec(
-        norm="input_layernorm",
-        modules=("attention",),
+        stages=(StreamNorm("input_layernorm"), "attention"),
         projections=(
             Projection("q", "attention.query_key_value", "heads", interleaved=True),
             Projection("k", "attention.query_key_value", "heads", interleaved=True),
@@ -215,8 +210,7 @@ GPT_NEOX = Family(
         cache_slot="attention.layer_idx",
     ),
     mlp=SublayerSpec(
-        norm="post_attention_layernorm",
-        modules=("mlp",),
+        stages=(StreamNorm("post_attention_layernorm"), "mlp"),
         projections=(
             Projection("up", "mlp.dense_h_to_4h", "neurons"),
             Projection("down", "mlp.dense_4h_to_h", "neurons", reads_stream=False),
@@ -264,10 +258,10 @@ def _falcon_variant(family: Family, config: Any) -> Family:
     attention = family.attention
     mlp = family.mlp
     if not _beside(config):
-        mlp = replace(mlp, norm="post_attention_layernorm")
+        mlp = GPT_NEOX.mlp
     elif config.new_decoder_architecture and config.num_ln_in_parallel_attn != 1:
-        attention = replace(attention, norm="ln_attn")
-        mlp = replace(mlp, norm="ln_mlp")
+        attention = replace(attention, stages=(StreamNorm("ln_attn"), "self_attention"))
+        mlp = replace(mlp, stages=(StreamNorm("ln_mlp"), "mlp"))
     one = config.multi_query and not config.new_decoder_architecture
     steps = 1 if _beside(config) else 2
     return replace(family, attention=attention, mlp=mlp, steps_per_layer=steps, kv_heads=1 if one else "num_kv_heads")
@@ -283,7 +277,7 @@ FALCON = replace(
     final_norm="transformer.ln_f",
     attention=replace(
         GPT_NEOX.attention,
-        modules=("self_attention",),
+        stages=(StreamNorm("input_layernorm"), "self_attention"),
         projections=(
             Projection("q", "self_attention.query_key_value", "heads", interleaved=True),
             Projection("k", "self_attention.query_key_value", "kv_heads", interleaved=True),
@@ -293,7 +287,7 @@ FALCON = replace(
         counts=("num_heads", "num_kv_heads"),
         cache_slot="self_attention.layer_idx",
     ),
-    mlp=replace(GPT_NEOX.mlp, norm=GPT_NEOX.attention.norm),
+    mlp=replace(GPT_NEOX.mlp, stages=(StreamNorm("input_layernorm"), "mlp")),
     norm_epsilon="layer_norm_epsilon",
     activation="activation",
     intermediate="ffn_hidden_size",

@@ -8,8 +8,17 @@ from dataclasses import replace
 from typing import Any
 
 from surgeon.errors import shown
-from surgeon.models.families.base import Factor, Family, Growth
-from surgeon.models.families.specs import MixtureSpec, Projection, SublayerSpec
+from surgeon.models.families.base import Factor, Family
+from surgeon.models.families.specs import (
+    Growth,
+    HeadNorm,
+    HeadStage,
+    MixtureSpec,
+    Projection,
+    Stage,
+    StreamNorm,
+    SublayerSpec,
+)
 from surgeon.models.routing import Routing
 
 LLAMA = Family(
@@ -21,8 +30,7 @@ LLAMA = Family(
     final_norm="model.norm",
     head="lm_head",
     attention=SublayerSpec(
-        norm="input_layernorm",
-        modules=("self_attn",),
+        stages=(StreamNorm("input_layernorm"), "self_attn"),
         projections=(
             Projection("q", "self_attn.q_proj", "heads"),
             Projection("k", "self_attn.k_proj", "kv_heads"),
@@ -31,8 +39,7 @@ LLAMA = Family(
         ),
     ),
     mlp=SublayerSpec(
-        norm="post_attention_layernorm",
-        modules=("mlp",),
+        stages=(StreamNorm("post_attention_layernorm"), "mlp"),
         projections=(
             Projection("gate", "mlp.gate_proj", "neurons"),
             Projection("up", "mlp.up_proj", "neurons"),
@@ -150,7 +157,7 @@ def _stablelm_variant(family: Family, config: Any) -> Family:
         )
     if not config.use_parallel_residual:
         return replace(family, attention=attention)
-    mlp = replace(mlp, norm=attention.norm)
+    mlp = replace(mlp, stages=(attention.stages[0], *mlp.modules))
     return replace(family, attention=attention, mlp=mlp, steps_per_layer=1, adds_in_turn=True)
 
 
@@ -171,7 +178,7 @@ STABLELM = replace(
     model_type="stablelm",
     summary=("Llama's layout with layer norms that have shifts, partly rotary; attention beside MLP if configured."),
     attention=replace(LLAMA.attention, counts=("num_heads", "num_key_value_heads")),
-    mlp=replace(LLAMA.mlp, modules=("mlp", "dropout")),
+    mlp=replace(LLAMA.mlp, stages=(*LLAMA.mlp.stages, "dropout")),
     norm_kind="layer",
     norm_epsilon="layer_norm_eps",
     partly_rotary=True,
@@ -201,19 +208,18 @@ def _experts(role: str, name: str) -> Projection:
     return Projection(role, path, "neurons", role != "down", transposed=True, stacked=True)
 
 
-def _query_growth(config: Any) -> Growth | None:
-    if not config.attn_temperature_tuning:
-        return None
-    return Growth(float(config.attn_scale), int(config.floor_scale), ahead=1)
-
-
-def _plain_head_norms(config: Any) -> bool:
-    return bool(config.use_qk_norm)
-
-
 def _llama4_variant(family: Family, config: Any) -> Family:
     dense = [layer for layer in range(config.num_hidden_layers) if layer not in config.moe_layers]
-    return replace(family, layer_specs=tuple(("F", layer, _DENSE) for layer in dense))
+    heads: list[HeadStage] = []
+    if config.attn_temperature_tuning:
+        heads.append(Growth(float(config.attn_scale), int(config.floor_scale), ahead=1, unturned=True))
+    if config.use_qk_norm:
+        heads.append(HeadNorm("none"))
+    return replace(
+        family,
+        attention=replace(family.attention, heads=tuple(heads)),
+        layer_specs=tuple(("F", layer, _DENSE) for layer in dense),
+    )
 
 
 def _follow_mlp(config: Any, sources: Sequence[int]) -> dict[str, Any]:
@@ -230,12 +236,13 @@ def _llama4_unsupported(config: Any) -> str | None:
     return "its configuration has no attention_chunk_size"
 
 
+_STAGES: tuple[Stage, ...] = (LLAMA.mlp.stages[0], "feed_forward")
 _DENSE: SublayerSpec = replace(
-    LLAMA.mlp, modules=("feed_forward",), projections=_gated("feed_forward"), width="intermediate_size_mlp"
+    LLAMA.mlp, stages=_STAGES, projections=_gated("feed_forward"), width="intermediate_size_mlp"
 )
 _MIXTURE: SublayerSpec = replace(
     LLAMA.mlp,
-    modules=("feed_forward",),
+    stages=_STAGES,
     projections=(
         _experts("gate", "gate_up_proj"),
         _experts("up", "gate_up_proj"),
@@ -268,9 +275,6 @@ LLAMA4 = replace(
     window="attention_chunk_size",
     window_layers="layer_types",
     chunked=True,
-    query_growth=_query_growth,
-    grows_unturned=True,
-    plain_head_norms=_plain_head_norms,
     variant=_llama4_variant,
     follow_mlp=_follow_mlp,
     unsupported=_llama4_unsupported,

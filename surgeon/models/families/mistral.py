@@ -3,9 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from surgeon.models.families.base import Growth
+from surgeon.models.families.base import Family
 from surgeon.models.families.llama import LLAMA
 from surgeon.models.families.mixtures import MIXTURE, ROUTED, stacked_experts
+from surgeon.models.families.specs import Growth
 from surgeon.models.routing import Routing
 
 MISTRAL = replace(
@@ -26,12 +27,13 @@ MINISTRAL = replace(
 )
 
 
-def _query_growth(config: Any) -> Growth | None:
+def _variant(family: Family, config: Any) -> Family:
     rope = config.rope_parameters
     rate = rope.get("llama_4_scaling_beta")
     if rate is None:
-        return None
-    return Growth(float(rate), int(rope["original_max_position_embeddings"]))
+        return family
+    growth = Growth(float(rate), int(rope["original_max_position_embeddings"]))
+    return replace(family, attention=replace(family.attention, heads=(growth,)))
 
 
 MINISTRAL3 = replace(
@@ -39,7 +41,7 @@ MINISTRAL3 = replace(
     name="Ministral 3",
     model_type="ministral3",
     summary="Mistral with a factor on queries that grows with their positions.",
-    query_growth=_query_growth,
+    variant=_variant,
 )
 
 

@@ -6,12 +6,13 @@ from typing import Any
 from surgeon.models.families.base import Family
 from surgeon.models.families.llama import LLAMA
 from surgeon.models.families.mixtures import MIXTURE
+from surgeon.models.families.specs import Clamp, HeadNorm, StreamNorm
 
 
-def _bound(config: Any) -> float | None:
+def _olmo_variant(family: Family, config: Any) -> Family:
     if config.clip_qkv is None:
-        return None
-    return float(config.clip_qkv)
+        return family
+    return replace(family, attention=replace(family.attention, heads=(Clamp(float(config.clip_qkv)),)))
 
 
 OLMO = replace(
@@ -21,7 +22,7 @@ OLMO = replace(
     summary="Llama's layout with layer norms that have neither gain nor shift, and bounded projections.",
     norm_kind="plain",
     norm_epsilon=1e-5,
-    bound=_bound,
+    variant=_olmo_variant,
 )
 
 
@@ -34,18 +35,10 @@ OLMO2 = replace(
     ),
     attention=replace(
         LLAMA.attention,
-        norm=None,
-        modules=("self_attn", "post_attention_layernorm"),
-        head_norms=("self_attn.q_norm", "self_attn.k_norm"),
-        norms_all_heads=True,
-        post_norm="post_attention_layernorm",
+        stages=("self_attn", StreamNorm("post_attention_layernorm")),
+        heads=(HeadNorm("together"),),
     ),
-    mlp=replace(
-        LLAMA.mlp,
-        norm=None,
-        modules=("mlp", "post_feedforward_layernorm"),
-        post_norm="post_feedforward_layernorm",
-    ),
+    mlp=replace(LLAMA.mlp, stages=("mlp", StreamNorm("post_feedforward_layernorm"))),
 )
 
 
@@ -70,7 +63,7 @@ OLMOE = replace(
     name="OLMoE",
     model_type="olmoe",
     summary="mixtures of experts in every layer, and norms of all queries and all keys.",
-    attention=replace(LLAMA.attention, head_norms=("self_attn.q_norm", "self_attn.k_norm"), norms_all_heads=True),
+    attention=replace(LLAMA.attention, heads=(HeadNorm("together"),)),
     mlp=MIXTURE,
     heads_fill_stream=True,  # which is how wide those norms are
     unsupported=_unsupported,
@@ -86,6 +79,6 @@ EXAONE4 = replace(
     name="EXAONE-4",
     model_type="exaone4",
     summary=("norms behind sublayers only, norms of heads; where some layers have windows, only these have positions."),
-    attention=replace(OLMO3.attention, norms_all_heads=False),
+    attention=replace(OLMO3.attention, heads=(HeadNorm(),)),
     variant=_variant,
 )

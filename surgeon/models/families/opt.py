@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from surgeon.models.families.base import Family
-from surgeon.models.families.specs import Projection, SublayerSpec
+from surgeon.models.families.specs import Projection, StreamNorm, SublayerSpec
 
 
 def _unsupported(config: Any) -> str | None:
@@ -43,8 +43,7 @@ OPT = Family(
     final_norm="model.decoder.final_layer_norm",
     head="lm_head",
     attention=SublayerSpec(
-        norm="self_attn_layer_norm",
-        modules=("self_attn",),
+        stages=(StreamNorm("self_attn_layer_norm"), "self_attn"),
         projections=(
             Projection("q", "self_attn.q_proj", "heads"),
             Projection("k", "self_attn.k_proj", "heads"),
@@ -54,8 +53,7 @@ OPT = Family(
         counts=("num_heads",),
     ),
     mlp=SublayerSpec(
-        norm="final_layer_norm",
-        modules=("fc1", "activation_fn", "fc2"),
+        stages=(StreamNorm("final_layer_norm"), "fc1", "activation_fn", "fc2"),
         projections=(
             Projection("up", "fc1", "neurons"),
             Projection("down", "fc2", "neurons", reads_stream=False),

@@ -25,7 +25,7 @@ PHI = replace(
     ),
     mlp=replace(
         LLAMA.mlp,
-        norm=LLAMA.attention.norm,
+        stages=(LLAMA.attention.stages[0], "mlp"),
         projections=(
             Projection("up", "mlp.fc1", "neurons"),
             Projection("down", "mlp.fc2", "neurons", reads_stream=False),

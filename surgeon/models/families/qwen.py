@@ -9,7 +9,7 @@ from typing import Any
 from surgeon.models.families.base import Family
 from surgeon.models.families.llama import LLAMA
 from surgeon.models.families.mixtures import MIXTURE, ROUTED
-from surgeon.models.families.specs import Projection, SublayerSpec
+from surgeon.models.families.specs import HeadNorm, Projection, StreamNorm, SublayerSpec
 from surgeon.models.routing import Routing
 
 QWEN2 = replace(
@@ -27,7 +27,7 @@ QWEN3 = replace(
     name="Qwen3",
     model_type="qwen3",
     summary="Llama's layout with a norm on every head's query and key.",
-    attention=replace(LLAMA.attention, head_norms=("self_attn.q_norm", "self_attn.k_norm")),
+    attention=replace(LLAMA.attention, heads=(HeadNorm(),)),
     window="sliding_window",
     window_layers="layer_types",
 )
@@ -70,7 +70,7 @@ GATED = replace(
         Projection("g", "self_attn.q_proj", "heads", interleaved=True),
         *LLAMA.attention.projections[1:],
     ),
-    head_norms=("self_attn.q_norm", "self_attn.k_norm"),
+    heads=(HeadNorm(),),
     apart="what their heads give is multiplied by a gate, which no rank has",
 )
 _BESIDE = ("conv1d.weight", "dt_bias", "A_log", "norm.weight", "out_proj.weight")
@@ -79,8 +79,7 @@ _BESIDE = ("conv1d.weight", "dt_bias", "A_log", "norm.weight", "out_proj.weight"
 def linear_attention(*projections: str) -> SublayerSpec:
     """A gated delta net with these projections of the stream."""
     return SublayerSpec(
-        norm="input_layernorm",
-        modules=("linear_attn",),
+        stages=(StreamNorm("input_layernorm"), "linear_attn"),
         projections=(),
         cache_slot="linear_attn.layer_idx",
         renamed=(("past_key_values", "cache_params"), ("position_ids", None), ("position_embeddings", None)),

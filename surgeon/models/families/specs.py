@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from surgeon.models.routing import Routing
 
@@ -64,6 +64,7 @@ class Latent:
         return found | {"k v": (expanded, self.rank), "o": (hidden, heads * self.width)}
 
 
+S = TypeVar("S")
 Unit = Literal["heads", "kv_heads", "neurons", "shared_neurons"]
 NEURONS = ("neurons", "shared_neurons")  # units of one feature each
 
@@ -163,21 +164,73 @@ class MixtureSpec:
 
 
 @dataclass(frozen=True)
-class SublayerSpec:
-    """Where a layer keeps one of its sublayers.
+class StreamNorm:
+    """A stage that norms all it gets, as all norms of the stream do in a family."""
+
+    path: str
+
+
+Stage = StreamNorm | str  # the latter is the path of a module that computes
+
+
+@dataclass(frozen=True)
+class Clamp:
+    """A stage of heads: queries, keys and values are clamped to -bound and bound (OLMo)."""
+
+    bound: float
+
+
+@dataclass(frozen=True)
+class Growth:
+    """A stage of heads: queries at position p times 1 + rate * log(1 + floor((p + ahead) / length)).
 
     Attributes:
-        norm: path of the norm that it reads the stream through; None where it reads the stream as it is (OLMo2).
-        modules: paths of the modules called one after the other on the normed stream; the first one of an attention
-            gets the decoder's keyword arguments (mask, positions, cache).
+        unturned: whether only those of layers without rotary positions grow. Padding counts as positions then.
+    """
+
+    rate: float
+    length: int
+    ahead: int = 0
+    unturned: bool = False
+
+
+@dataclass(frozen=True)
+class HeadNorm:
+    """A stage of heads: queries and keys are normed.
+
+    Attributes:
+        gains: "shared" by all heads, (head_dim,); for "each" of them, (heads, head_dim), by norms of the stream's kind
+            (Command R+); "turns", (turns, head_dim), one for each layer whose heads take turns in a fused one;
+            "together", a gain for each feature of all heads, which are normed as one (OLMo2); or "none", an L2 norm
+            times the root of head_dim in layers with rotary positions (Llama 4).
+        queries, keys: paths of the norms.
+    """
+
+    gains: Literal["shared", "each", "turns", "together", "none"] = "shared"
+    queries: str = "self_attn.q_norm"
+    keys: str = "self_attn.k_norm"
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """Paths of the modules that have gains, by name."""
+        if self.gains == "none":
+            return {}
+        return {"q_norm": self.queries, "k_norm": self.keys}
+
+
+HeadStage = Clamp | Growth | HeadNorm
+
+
+@dataclass(frozen=True)
+class SublayerSpec:
+    """One sublayer of a layer.
+
+    Attributes:
+        stages: what the stream goes through, in order: norms, and modules that compute. The first module of an
+            attention gets the decoder's keyword arguments (mask, positions, cache). The output of slices of a sublayer
+            cannot be normed, so that one with a norm behind its modules (Gemma2, OLMo2) is never sliced or fused.
         projections: its linear maps.
-        head_norms: paths of the norms of queries and of keys, of each head by itself (Qwen3's q_norm and k_norm).
-        norms_all_heads: whether these norm all heads together, with a gain for each of their features (OLMo2). Parts of
-            such an attention need to know of each other, so that it is never sliced or fused either.
-        gains_each_head: whether these norms have a gain for each head, (heads, head_dim), and are of the kind that the
-            norms of the stream are (Command R+).
-        post_norm: path of a norm that the output goes through before it is added (Gemma2); among `modules` too. The
-            parts of a sublayer that has one cannot be added, so it is never sliced or fused.
+        heads: what queries, keys and values go through, in order, before they turn with positions and attend.
         counts: attributes (from the first module) that count heads, neurons or their features: less in a slice.
         cache_slot: path of the attribute that says which slot of the cache the attention uses.
         renamed: keyword arguments of the decoder that an attention calls otherwise, by pairs; None for what it lacks.
@@ -194,13 +247,9 @@ class SublayerSpec:
         mixture: what else it has where its feed-forward is a mixture of experts.
     """
 
-    norm: str | None
-    modules: tuple[str, ...]
+    stages: tuple[Stage, ...]
     projections: tuple[Projection, ...]
-    head_norms: tuple[str, ...] = ()
-    norms_all_heads: bool = False
-    gains_each_head: bool = False
-    post_norm: str | None = None
+    heads: tuple[HeadStage, ...] = ()
     counts: tuple[str, ...] = ()
     cache_slot: str = "self_attn.layer_idx"
     renamed: tuple[tuple[str, str | None], ...] = ()
@@ -216,10 +265,67 @@ class SublayerSpec:
 
     @property
     def called(self) -> tuple[str, ...]:
-        """Paths of the modules that are called one after the other on the stream, its norm among them."""
-        if self.norm is None:
-            return self.modules
-        return (self.norm, *self.modules)
+        """Paths of the modules of all stages."""
+        return tuple(stage.path if isinstance(stage, StreamNorm) else stage for stage in self.stages)
+
+    @property
+    def module(self) -> str:
+        """Path of the first module that computes."""
+        return next(stage for stage in self.stages if isinstance(stage, str))
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Paths of the modules from the first one that computes."""
+        return self.called[self.called.index(self.module) :]
+
+    @property
+    def stream_norms(self) -> dict[str, str]:
+        """Paths of the norms among its stages: "norm" lies before the first module, "post_norm" behind it."""
+        found = {}
+        name = "norm"
+        for stage in self.stages:
+            if isinstance(stage, StreamNorm):
+                assert name not in found, "a sublayer has at most one norm before its modules, and one behind them"
+                found[name] = stage.path
+            else:
+                name = "post_norm"
+        return found
+
+    @property
+    def norms(self) -> dict[str, str]:
+        """Paths of all its norms, by name: those of the stream, "q_norm" and "k_norm"."""
+        return self.stream_norms | ({} if self.head_norm is None else self.head_norm.paths)
+
+    @property
+    def norms_output(self) -> bool:
+        return "post_norm" in self.stream_norms
+
+    def head_stage(self, kind: type[S]) -> S | None:
+        """The stage of this kind that its heads go through, if any."""
+        return next((stage for stage in self.heads if isinstance(stage, kind)), None)
+
+    @property
+    def head_norm(self) -> HeadNorm | None:
+        return self.head_stage(HeadNorm)
+
+    @property
+    def gains(self) -> str | None:
+        """The gains of the norms of its heads, if any."""
+        return None if self.head_norm is None else self.head_norm.gains
+
+    @property
+    def joins_heads(self) -> bool:
+        """Tell whether a stage is of all heads together, so that ranks with some of them send each other something."""
+        return self.gains == "together"
+
+    @property
+    def why_whole(self) -> str | None:
+        """What its heads have between them that no part of them has, in words; None if they have nothing."""
+        if self.joins_heads:
+            return "norms queries and keys of all heads together"
+        if self.gains == "each":
+            return "has a gain for each head of queries and keys"
+        return None
 
     @property
     def others(self) -> dict[str, str]:
@@ -232,10 +338,9 @@ class SublayerSpec:
     @property
     def feature_norms(self) -> dict[str, str]:
         """Paths of norms that have a gain for each feature of a projection, with its role."""
-        each = self.norms_all_heads or self.gains_each_head
-        if each:
-            return dict(zip(self.head_norms, "qk", strict=True))
-        return {}
+        if self.head_norm is None or self.gains not in ("each", "together"):
+            return {}
+        return {self.head_norm.queries: "q", self.head_norm.keys: "k"}
 
     def given(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """What its first module is called with, of the keyword arguments that the decoder has for a layer."""

@@ -44,7 +44,7 @@ from surgeon.models.weights.units import (
     descending,
     unit_source,
 )
-from surgeon.models.weights.view import ModelWeights, norm_paths
+from surgeon.models.weights.view import ModelWeights
 
 __all__ = [
     "Averaged",
@@ -81,7 +81,6 @@ __all__ = [
     "make_room",
     "mean",
     "module_with",
-    "norm_paths",
     "packed",
     "require_sliceable",
     "share_undivided",

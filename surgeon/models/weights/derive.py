@@ -23,7 +23,7 @@ from surgeon.models.weights.layout import (
 )
 from surgeon.models.weights.modules import recount, recount_experts, replaced_modules
 from surgeon.models.weights.store import Tensors
-from surgeon.models.weights.view import ModelWeights, norm_paths
+from surgeon.models.weights.view import ModelWeights
 
 
 def derive_sublayer(sublayer: Sublayer, owner: nn.Module, weights: ModelWeights) -> nn.Module:
@@ -90,7 +90,7 @@ def is_whole_in_slices(path: str, spec: SublayerSpec) -> bool:
 
     Of norms and routers it has, and of one factor in two: the one that is on the stream's side of its matrix.
     """
-    norms = (norm for norm in norm_paths(spec).values() if norm not in spec.feature_norms)
+    norms = (norm for norm in spec.norms.values() if norm not in spec.feature_norms)
     if path.startswith(tuple(f"{norm}." for norm in norms)):
         return True
     if path in spec.others.values() and path != spec.sinks:
@@ -174,7 +174,7 @@ def packed(tensors: Tensors, spec: SublayerSpec, width: int) -> Tensors:
         width: of one head; 1 for a feed-forward.
     """
     found = {}
-    for name, path in norm_paths(spec).items():
+    for name, path in spec.norms.items():
         for part in ("weight", "bias"):
             if f"{name}.{part}" in tensors:
                 found[f"{path}.{part}"] = tensors[f"{name}.{part}"].clone()

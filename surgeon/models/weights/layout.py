@@ -156,13 +156,11 @@ def require_sliceable(spec: SublayerSpec, family: Family) -> None:
         ValueError: if its output goes through a norm before it is added, queries and keys of all heads through one, or
             it is kept as it is.
     """
-    if spec.post_norm is not None:
+    if spec.norms_output:
         raise ValueError(
             f"sublayers of {family.name} cannot be sliced: their output goes through a norm before it is added"
         )
     if spec.kept is not None:
         raise ValueError(f"{family.attentions_like(spec)} cannot be sliced: {spec.kept}")
-    if spec.norms_all_heads:
-        raise ValueError(
-            f"attentions of {family.name} cannot be sliced: queries and keys of all heads are normed together"
-        )
+    if spec.joins_heads:
+        raise ValueError(f"attentions cannot be sliced: {family.name} {spec.why_whole}")

@@ -190,7 +190,7 @@ def leave_out(model: Any, weights: ModelWeights, program: Program) -> None:
     for index, kind in unstored(weights, program, layers):
         layer = model.get_submodule(f"{weights.family.layers}.{index}")
         spec = weights.family.spec(kind, index)
-        for root in {path.partition(".")[0] for path in (spec.norm, *spec.modules) if path is not None}:
+        for root in {path.partition(".")[0] for path in spec.called}:
             delattr(layer, root)
 
 
@@ -287,7 +287,7 @@ def _narrow(layer: nn.Module, sublayer: Sublayer, weights: ModelWeights, config:
 def recount(layer: nn.Module, spec: SublayerSpec, units: int, whole: int) -> None:
     """Have a layer's modules count the heads or neurons that they have: so many of all KV groups or neurons."""
     for path in spec.counts if units != whole else ():
-        *parents, last, name = f"{spec.modules[0]}.{path}".split(".")
+        *parents, last, name = f"{spec.module}.{path}".split(".")
         owner = attrgetter(".".join(parents))(layer) if parents else layer
         counting = getattr(owner, last)
         if hasattr(counting, name):  # a module that is taken apart counts nothing

@@ -156,7 +156,7 @@ class ModelWeights(StoredWeights):
         is_whole = sublayer.width in (None, self.stored_width(sublayer.kind, layer))
         if path == spec.sinks and not is_whole:
             return self.tensor(whole)[self._heads(sublayer, "q")]
-        if spec.gains_each_head and module in spec.feature_norms and not is_whole:
+        if spec.gains == "each" and module in spec.feature_norms and not is_whole:
             return self.tensor(whole)[self._heads(sublayer, spec.feature_norms[module])]
         if is_whole or not packed or (what == "bias" and not packed[0].reads_stream):
             return self.tensor(whole)
@@ -173,8 +173,8 @@ class ModelWeights(StoredWeights):
         """
         found = {}
         spec = self.spec(sublayer)
-        for what, path in norm_paths(spec).items():
-            needed = ("weight",) if path in spec.head_norms else self.family.norm_parts[:1]
+        for what, path in spec.norms.items():
+            needed = self.family.norm_parts[:1] if what in spec.stream_norms else ("weight",)
             for part in ("weight", "bias"):
                 paths = [f"{self.prefix(layer)}{path}.{part}" for layer in sublayer.layers]
                 if part in needed or paths[0] in self:
@@ -182,7 +182,7 @@ class ModelWeights(StoredWeights):
             if path in spec.feature_norms:
                 role = spec.feature_norms[path]
                 gain = f"{what}.weight"
-                by_head = spec.gains_each_head
+                by_head = spec.gains == "each"
                 kept = self._heads(sublayer, role) if by_head else self._kept(sublayer, spec.projection(role))
                 found[gain] = found[gain][kept]
         return found
@@ -206,10 +206,11 @@ class ModelWeights(StoredWeights):
         """
         found = self.by_role(sublayer, dtype)
         for name, role in (("q_norm.weight", "q"), ("k_norm.weight", "k")):
-            if name in found and self.family.head_norm_turns:
+            spec = self.spec(sublayer)
+            if name in found and spec.gains == "turns":
                 # One for each head of the slice, of those for one KV group of each turn.
                 units = self.units(sublayer)
-                count = units[self.spec(sublayer).projection(role).unit]
+                count = units[spec.projection(role).unit]
                 first, end = unit_bounds(count, sublayer.piece)
                 per_head = found[name].repeat_interleave(count // units["kv_heads"], dim=0)
                 found[name] = per_head.repeat(count // len(per_head), 1)[first:end]
@@ -321,18 +322,10 @@ class ModelWeights(StoredWeights):
         (layer,) = sublayer.layers
         key = sublayer.kind, layer
         if key not in self._known_orders:
-            turns = [path for path in self.spec(sublayer).head_norms if self.family.head_norm_turns]
-            if any(self.shape(f"{self.prefix(layer)}{path}.weight")[0] > 1 for path in turns):
-                raise ValueError(f"{sublayer}: its layer holds heads of several layers, which cannot be narrowed")
+            norm = self.spec(sublayer).head_norm
+            if norm is not None and norm.gains == "turns":
+                turns, _ = self.shape(f"{self.prefix(layer)}{norm.queries}.weight")
+                if turns > 1:
+                    raise ValueError(f"{sublayer}: its layer holds heads of several layers, which cannot be narrowed")
             self._known_orders[key] = unit_source(self.factors).order(*key, self).cpu()
         return self._known_orders[key][: sublayer.width].sort().values
-
-
-def norm_paths(spec: SublayerSpec) -> dict[str, str]:
-    """Paths of a sublayer's norms from its layer, by what they are for."""
-    paths = {
-        "norm": spec.norm,
-        **dict(zip(("q_norm", "k_norm"), spec.head_norms, strict=False)),
-        "post_norm": spec.post_norm,
-    }
-    return {what: path for what, path in paths.items() if path is not None}

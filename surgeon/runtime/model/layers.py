@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgeon.models.families import SublayerSpec
+from surgeon.models.families.specs import Clamp, Growth
 from surgeon.models.weights import Tensors
 from surgeon.runtime.kernels.functions import Kernels, Weighting, Window, kernels_for
 from surgeon.runtime.kernels.triton.functions import Placing, triton_kernels_for
@@ -129,13 +130,13 @@ def plain_norm(plan: Plan, device: torch.device) -> Norm:
     return Norm({"norm.weight": torch.ones(plan.hidden, dtype=torch_dtype(plan), device=device)}, "norm", plan)
 
 
-def norm_before(tensors: Tensors, plan: Plan) -> Norm | Unnormed:
-    """What a sublayer with these tensors reads the stream through."""
+def norm_before(tensors: Tensors, spec: SublayerSpec, plan: Plan) -> Norm | Unnormed:
+    """The norm among a sublayer's stages that lies before its modules."""
+    if "norm" not in spec.stream_norms:
+        return Unnormed()
     if plan.family.norm_kind == "plain":
         return plain_norm(plan, next(iter(tensors.values())).device)
-    if "norm.weight" in tensors:
-        return Norm(tensors, "norm", plan)
-    return Unnormed()
+    return Norm(tensors, "norm", plan)
 
 
 class Attention:
@@ -170,7 +171,9 @@ class Attention:
         self.qkv = maps.reading(["q", "k", "v"])
         self.o = maps.writing("o")
         self.rotary = rotary
-        self.query_factor = None if plan.family.grows_unturned and rotary is not None else plan.query_factor
+        growth = spec.head_stage(Growth)
+        grows = growth is not None and not (growth.unturned and rotary is not None)
+        self.query_factor = plan.query_factor if grows else None
         self.head_dim = plan.head_dim
         self.heads = count_outputs(tensors, "q") // plan.head_dim
         self.kv_heads = count_outputs(tensors, "k") // plan.head_dim
@@ -178,14 +181,15 @@ class Attention:
         seen = None if window is None else Window(window, plan.family.chunked)
         self.weighting = Weighting(plan.attention_scale, seen, plan.attention_softcap, sinks)
         self.epsilon = plan.epsilon
-        self.bound = plan.bound
+        clamp = spec.head_stage(Clamp)
+        self.bound = None if clamp is None else clamp.bound
         self.rebuild: Rebuild | None = None
-        self.norms_all_heads = spec.norms_all_heads
+        self.joins_heads = spec.joins_heads
         self.sharing = sharing
         gains = self._head_gains(tensors, spec, plan)
         if {"k", "v"} <= maps.later:
-            self.rebuild = Rebuild(tensors, plan, gains[1] if gains else None, rotary)
-        self.norm = norm_before(tensors, plan)
+            self.rebuild = Rebuild(tensors, plan, gains[1] if gains else None, rotary, self.bound)
+        self.norm = norm_before(tensors, spec, plan)
         kept = gains if self.rebuild is None else gains[:1]  # keys are normed when they are rebuilt
         self.head_gain = torch.cat(kept).contiguous() if kept else None
         computed = self.qkv, self.o, self.norm
@@ -194,14 +198,14 @@ class Attention:
     def _head_gains(self, tensors: Tensors, spec: SublayerSpec, plan: Plan) -> list[Tensor]:
         """What heads of queries are multiplied by, (H, D), and those of keys, (K, D); nothing without such norms."""
         counts = self.heads, self.kv_heads
-        if spec.head_norms:
-            gains = (gain_of(tensors[f"{role}_norm.weight"], plan) for role in "qk")
-            by_head = (gain.view(-1, self.head_dim) for gain in gains)  # one for all heads, or for each
-            return [gain.expand(count, -1) for gain, count in zip(by_head, counts, strict=True)]
-        if plan.plain_head_norms and self.rotary is not None:
+        if spec.head_norm is None:
+            return []
+        if spec.gains == "none":
             like = next(iter(tensors.values()))
-            return [like.new_ones(count, self.head_dim) for count in counts]
-        return []
+            return [like.new_ones(count, self.head_dim) for count in counts if self.rotary is not None]
+        gains = (gain_of(tensors[f"{role}_norm.weight"], plan) for role in "qk")
+        by_head = (gain.view(-1, self.head_dim) for gain in gains)  # one for all heads, or for each
+        return [gain.expand(count, -1) for gain, count in zip(by_head, counts, strict=True)]
 
     def __call__(self, stream: Tensor, slot: int, forward: Pass) -> Tensor:
         """(T, h) to (T, h)."""
@@ -232,7 +236,7 @@ class Attention:
 
         Ranks that have slices of the attention send each other their own, which are of as many features each.
         """
-        if not self.norms_all_heads:
+        if not self.joins_heads:
             return None
         own = mean_squares(qkv, self.heads * self.head_dim, self.kv_heads * self.head_dim)
         if self.sharing is None:
@@ -247,19 +251,22 @@ class Rebuild:
         tensors: of the slice, by role.
         head_gain: of the norms of its keys, if any, (K, D).
         rotary: which of the plan's rotary positions keys have, if any.
+        bound: of keys and values, before keys are normed.
 
     Attributes:
         columns: that the first factors of k and of v give.
         width: numbers of a token's keys, and of its values.
     """
 
-    def __init__(self, tensors: Tensors, plan: Plan, head_gain: Tensor | None, rotary: int | None) -> None:
+    def __init__(
+        self, tensors: Tensors, plan: Plan, head_gain: Tensor | None, rotary: int | None, bound: float | None
+    ) -> None:
         self.seconds = [second_factor(tensors, role, packs=False) for role in "kv"]
         self.columns = [tensors[f"{role}.first.weight"].shape[0] for role in "kv"]
         self.width = count_outputs(tensors, "k")
         self.head_dim = plan.head_dim
         self.epsilon = plan.epsilon
-        self.bound = plan.bound
+        self.bound = bound
         self.head_gain = None if head_gain is None else head_gain.contiguous()
         self.rotary = rotary
 
@@ -285,8 +292,8 @@ class FeedForward:
     With T tokens and a stream of h features that is (T, h), or what its maps make it.
     """
 
-    def __init__(self, tensors: Tensors, maps: Maps, plan: Plan) -> None:
-        self.norm = norm_before(tensors, plan)
+    def __init__(self, tensors: Tensors, maps: Maps, plan: Plan, norm: Norm | Unnormed) -> None:
+        self.norm = norm
         self.gated = any(name.startswith("gate.") for name in tensors)
         self.up = maps.reading(["gate", "up"] if self.gated else ["up"])
         self.down = maps.writing("down")

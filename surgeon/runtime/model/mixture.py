@@ -17,10 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from surgeon.models.families import SublayerSpec
 from surgeon.models.routing import Routed, Routing, route
 from surgeon.models.weights import Tensors
 from surgeon.runtime.kernels.functions import GATED, Kernels, PackedExperts
-from surgeon.runtime.model.layers import FeedForward, Norm, activation, plan_kernels
+from surgeon.runtime.model.layers import FeedForward, Unnormed, activation, norm_before, plan_kernels
 from surgeon.runtime.model.linear import is_factored, whole_map
 from surgeon.runtime.model.low_rank import Maps
 from surgeon.runtime.model.products import Panels
@@ -47,13 +48,14 @@ class MixtureOfExperts:
         shared: of normed tokens, if there are any.
     """
 
-    def __init__(self, tensors: Tensors, plan: Plan, first: int = 0) -> None:
+    def __init__(self, tensors: Tensors, spec: SublayerSpec, plan: Plan, first: int = 0) -> None:
         assert plan.routing is not None
-        self.norm = Norm(tensors, "norm", plan)
+        assert spec.mixture is not None
+        self.norm = norm_before(tensors, spec, plan)
         self.router = whole_map(tensors, ["router"])
         self.routing = plan.routing
         self.correction = tensors.get("router.correction")
-        self.weighs_inputs = plan.family.mixture is not None and plan.family.mixture.weighs_inputs
+        self.weighs_inputs = spec.mixture.weighs_inputs
         self.kernels = plan_kernels(plan, tensors["router.weight"])
         self.scale = plan.output_scale
         packed = None if self.kernels is None else pack_experts(tensors, first, plan, self.kernels)
@@ -74,7 +76,7 @@ class MixtureOfExperts:
         own_router = beside.pop("router.weight", None)
         self.shared: FeedForward | None = None
         if beside:
-            self.shared = FeedForward(beside, Maps(beside, None), plan)
+            self.shared = FeedForward(beside, Maps(beside, None), plan, Unnormed())
         self.shared_router = None if own_router is None else own_router.t()
         alike = self.shared is None or (self.shared.by_kernels and self.shared_router is None)
         own = self.route is not route and self.router.by_kernels and self.norm.by_kernels

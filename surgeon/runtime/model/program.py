@@ -26,7 +26,7 @@ from surgeon.runtime.kernels.recording import Arena, CudaRecorder, GraphRecorder
 from surgeon.runtime.model import low_rank
 from surgeon.runtime.model.attending import Pass
 from surgeon.runtime.model.latent import LatentMaps
-from surgeon.runtime.model.layers import Attention, FeedForward, Norm, Rebuild, torch_dtype
+from surgeon.runtime.model.layers import Attention, FeedForward, Norm, Rebuild, norm_before, torch_dtype
 from surgeon.runtime.model.linear import Linear, LinearMap, count_outputs, is_factored
 from surgeon.runtime.model.low_rank import Maps, Sharing
 from surgeon.runtime.model.mixture import MixtureOfExperts
@@ -103,10 +103,7 @@ class RankProgram:
         there = {key: made for sublayers in alike for key, made in sublayers if not self.plan.exchanges(key[0])}
         for work in self.work:
             for sublayer in dict.fromkeys(work.step.sublayers):
-                if (
-                    self.plan.family.spec(sublayer.kind, sublayer.layers[0]).post_norm is not None
-                    and sublayer not in self.norms
-                ):
+                if self.plan.family.spec(sublayer.kind, sublayer.layers[0]).norms_output and sublayer not in self.norms:
                     tensors = self._here(source.norms(sublayer, torch_dtype(self.plan)))
                     self.norms[sublayer] = Norm(tensors, "post_norm", self.plan)
             if not work.whole and work.step not in self.outputs:
@@ -158,10 +155,10 @@ class RankProgram:
         sublayer = computed_of(self.plan, work, part)
         if plan.mixtures.size(sublayer) is not None:
             return self._mixture(part, source, whole_experts(plan, part))
-        spec = plan.family.spec(sublayer.kind, sublayer.layers[0])
+        spec = source.spec(sublayer)
         tensors = self._turning(sublayer, self._here(source.sublayer(sublayer, torch_dtype(plan))))
         if sublayer.kind == ATTENTION and plan.latent is not None:
-            inside = {path.removeprefix(f"{spec.modules[0]}."): tensor for path, tensor in tensors.items()}
+            inside = {path.removeprefix(f"{spec.module}."): tensor for path, tensor in tensors.items()}
             latent = LatentMaps(inside, plan.latent, plan, sublayer.piece)
             return Attention(latent.tensors, latent, spec, plan, plan.window(sublayer), plan.rotary_of(sublayer))
         later: frozenset[str] = frozenset()  # roles whose second factors are no business of this part
@@ -174,7 +171,7 @@ class RankProgram:
         if sublayer.kind == ATTENTION:
             sharing = None if len(part.sharers) == 1 or based else self._sharing(part)
             return Attention(tensors, maps, spec, plan, plan.window(sublayer), plan.rotary_of(sublayer), sharing)
-        return FeedForward(tensors, maps, plan)
+        return FeedForward(tensors, maps, plan, norm_before(tensors, spec, plan))
 
     def _turning(self, sublayer: Sublayer, tensors: Tensors) -> Tensors:
         """A sublayer's tensors as ranks compute with them: features of heads in the order in which they turn.
@@ -182,7 +179,7 @@ class RankProgram:
         Heads that go through layer norms are centred by their matrices.
         """
         family = self.plan.family
-        if sublayer.kind == ATTENTION and family.attention.gains_each_head and family.norm_kind != "rms":
+        if sublayer.kind == ATTENTION and family.attention.gains == "each" and family.norm_kind != "rms":
             tensors = centred(tensors, self.plan.head_dim)
         if sublayer.kind == ATTENTION and family.rotary_neighbours and self.plan.rotaries:
             return in_halves(tensors, self.plan.rotaries[0].width, self.plan.head_dim)
@@ -190,11 +187,13 @@ class RankProgram:
 
     def _mixture(self, part: Part, source: ModelWeights, whole: WholeExperts | None) -> MixtureOfExperts:
         dtype = torch_dtype(self.plan)
+        spec = source.spec(part.sublayer)
         if whole is None:
-            return MixtureOfExperts(self._here(source.by_role(part.sublayer, dtype)), self.plan)
+            return MixtureOfExperts(self._here(source.by_role(part.sublayer, dtype)), spec, self.plan)
         numbers = [number for one in source.each_expert(whole.of) for number in one.experts or ()]
         own = replace(whole.of, experts=tuple(numbers[whole.own.start : whole.own.stop]))
-        return MixtureOfExperts(self._here(source.by_role(part.sublayer, dtype, own)), self.plan, whole.own.start)
+        tensors = self._here(source.by_role(part.sublayer, dtype, own))
+        return MixtureOfExperts(tensors, spec, self.plan, whole.own.start)
 
     def _sharing(self, part: Part) -> Sharing:
         """The ranks that compute slices of a part's sublayer, which are others while passes are recorded."""

@@ -115,8 +115,8 @@ def turned(rotary: Rotary, positions: Tensor, lengths: Tensor, like: Tensor) -> 
         frequencies = torch.where(is_long[:, None], longer * stretched.clamp(min=1)[:, None] ** -powers, frequencies)
     scale: float | Tensor = rotary.scale
     if rotary.growth is not None:
-        rate, length, ahead = rotary.growth
-        scale = scale * (1 + rate * torch.log1p(torch.floor((positions + ahead) / length)))[:, None]
+        lengths_before = torch.floor((positions + rotary.growth.ahead) / rotary.growth.length)
+        scale = scale * (1 + rotary.growth.rate * torch.log1p(lengths_before))[:, None]
     angles = positions[:, None].float() * frequencies
     cosine = angles.cos() * scale
     sine = angles.sin() * scale

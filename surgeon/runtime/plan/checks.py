@@ -32,6 +32,7 @@ from surgeon.models.families.positions import (
     rotary_angles,
     rotated_layers,
 )
+from surgeon.models.families.specs import Growth
 from surgeon.models.weights import ModelWeights, require_sliceable
 from surgeon.runtime.plan.division import cached_latent, check_division, shared_units
 from surgeon.runtime.plan.mixtures import Mixtures, MixtureSize
@@ -127,7 +128,7 @@ def make_plan(
     rotaries = tuple(dict.fromkeys(one for one in by_layer if one is not None))
     if any(rotary.longer for rotary in rotaries):
         kv = _whole_keys(kv, max_tokens)
-    growth = family.query_growth(config)
+    growth = family.attention.head_stage(Growth)
     gate = None if family.mixture is None else family.mixture.clamped_gate
     if growth is not None:
         rotaries += (Rotary((0.0,) * (source.head_dim // 2), 1.0, growth),)
@@ -160,8 +161,6 @@ def make_plan(
         logit_softcap=_softcap(config, family.softcap),
         rotary_layers=places_among(rotaries, by_layer),
         query_factor=None if growth is None else len(rotaries) - 1,
-        plain_head_norms=family.plain_head_norms(config),
-        bound=family.bound(config),
         mixtures=mixtures,
         clamped_gate=gate(config) if gate is not None else None,
         latent=latent,
@@ -241,10 +240,11 @@ def _expected_shapes(program: Program, source: ModelWeights, config: Any) -> dic
     for sublayer in dict.fromkeys(program.sublayers()):
         spec = family.spec(sublayer.kind, sublayer.layers[0])
         for prefix in (f"{family.layers}.{layer}." for layer in sublayer.layers):
-            norms += [f"{prefix}{norm}" for norm in (spec.norm, spec.post_norm) if norm is not None]
-            turns = (None,) if family.head_norm_turns or spec.gains_each_head else ()
-            width = None if spec.norms_all_heads else source.head_dim
-            shapes |= {f"{prefix}{norm}.weight": (*turns, width) for norm in spec.head_norms}
+            norms += [f"{prefix}{norm}" for norm in spec.stream_norms.values()]
+            turns = (None,) if spec.gains in ("turns", "each") else ()
+            width = None if spec.joins_heads else source.head_dim
+            head_norms = [path for name, path in spec.norms.items() if name not in spec.stream_norms]
+            shapes |= {f"{prefix}{norm}.weight": (*turns, width) for norm in head_norms}
             for projection in spec.projections:
                 shape = (hidden, None) if projection.divided_dim else (None, hidden)
                 if not source.is_taken_apart(sublayer, projection.role):
@@ -252,7 +252,7 @@ def _expected_shapes(program: Program, source: ModelWeights, config: Any) -> dic
             if spec.mixture is not None:
                 shapes[f"{prefix}{spec.mixture.router}.weight"] = (None, hidden)
             if latent is not None and sublayer.kind == ATTENTION:
-                inside = f"{prefix}{spec.modules[0]}."
+                inside = f"{prefix}{spec.module}."
                 shapes |= {f"{inside}{name}.weight": size for name, size in latent.shapes(hidden).items()}
     return shapes | {f"{norm}.{part}": (hidden,) for norm in norms for part in family.norm_parts[:1]}
 

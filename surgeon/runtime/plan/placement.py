@@ -97,7 +97,7 @@ def norm_sums(plan: Plan) -> int:
 
     They do where these are normed together, in each attention of which a rank has some heads.
     """
-    if not plan.family.attention.norms_all_heads:
+    if not plan.family.attention.joins_heads:
         return 0
 
     def shared(work: Work, part: Part) -> bool:

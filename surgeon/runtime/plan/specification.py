@@ -10,8 +10,7 @@ from typing import Literal, TypedDict
 from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION, Sublayer
 from surgeon.models.families import FAMILIES, Family
-from surgeon.models.families.base import Growth
-from surgeon.models.families.specs import Latent
+from surgeon.models.families.specs import Growth, Latent
 from surgeon.models.routing import Routing
 from surgeon.runtime.batching.sequence import LongTexts
 from surgeon.runtime.batching.windows import blocks_for, power_of_two
@@ -130,7 +129,6 @@ class Plan:
         rotary_layers: which of the rotary positions each layer's attention has, None for no such; all have the first
             (if there is any) where it is empty.
         query_factor: which of the rotary positions turns nothing, and is a factor on queries before they are turned.
-        plain_head_norms: whether attentions with rotary positions norm heads of queries and keys without gains.
         decoding: how passes that add one token to each text are computed.
         halves: which passes are computed in two halves that take turns.
         low_rank: how ranks share matrices that are two factors.
@@ -174,8 +172,6 @@ class Plan:
     logit_softcap: float | None = None
     rotary_layers: tuple[int | None, ...] = ()
     query_factor: int | None = None
-    plain_head_norms: bool = False
-    bound: float | None = None
     decoding: Decoding = "auto"
     halves: HalvesMode = "off"
     low_rank: LowRankMode = "auto"
@@ -244,7 +240,7 @@ class Plan:
     def exchanges(self, sublayer: Sublayer) -> bool:
         """Whether ranks that share a sublayer send each other something before it is summed."""
         spec = self.family.spec(sublayer.kind, sublayer.layers[0])
-        return spec.norms_all_heads or (bool(sublayer.ranks) and self.mixtures.size(sublayer) is None)
+        return spec.joins_heads or (bool(sublayer.ranks) and self.mixtures.size(sublayer) is None)
 
     @property
     def can_be_low_rank(self) -> bool:
@@ -253,7 +249,7 @@ class Plan:
         Of keys that are normed together with those of other ranks these say too little.
         """
         attentions = Program.parse(self.program).sublayers()
-        return not self.family.attention.norms_all_heads and any(map(factor_sizes, attentions))
+        return not self.family.attention.joins_heads and any(map(factor_sizes, attentions))
 
     def kept_factors(self, attention: Sublayer, kv_heads: int) -> tuple[int, int] | None:
         """How many numbers the first factors of k and v give where an attention keeps these; None for keys and values.
@@ -263,7 +259,7 @@ class Plan:
             kv_heads: how many of them that has.
         """
         sizes = factor_sizes(attention)
-        if sizes is None or self.kv == "full" or self.family.attention.norms_all_heads:
+        if sizes is None or self.kv == "full" or self.family.attention.joins_heads:
             return None
         saves = self.tight and sum(sizes) < 2 * kv_heads * self.head_dim
         if self.kv == "lowrank" or saves:
@@ -341,10 +337,10 @@ def require_low_rank(*plans: Plan) -> None:
     if any(plan.can_be_low_rank for plan in plans):
         return
     family = plans[0].family
-    if family.attention.norms_all_heads:
+    if family.attention.joins_heads:
         raise ValueError(
-            f"kv lowrank makes keys again of what their first factors give, and {family.name} norms keys of all heads "
-            "together; use kv full or auto"
+            f"kv lowrank makes keys again of what their first factors give, and {family.name} "
+            f"{family.attention.why_whole}; use kv full or auto"
         )
     raise ValueError(
         "kv lowrank keeps what the first factors of k and v give, and no attention here has factors of both, as in "

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from surgeon.models.families.mixtures import MIXTURE
 from surgeon.models.routing import Routing
 from surgeon.models.weights import Tensors
 from surgeon.runtime.kernels.functions import kernels
@@ -131,7 +132,7 @@ def test_every_way(kind: str, routing: str, tokens: int, by_kernels: bool, plan:
     biased, shared = kind in ("biased", "clamped") or kind.endswith("biases"), 12 * kind.startswith("shared")
     tensors = drawn(biased, shared, kind.endswith("weighed"), 5 * kind.startswith("two"))
     stream = torch.randn(tokens, HIDDEN)
-    made = MixtureOfExperts(tensors, own)
+    made = MixtureOfExperts(tensors, MIXTURE, own)
     assert made.by_kernels == (by_kernels and kind in ("plain", "biased", "clamped", "shared"))
     right = expected(tensors, stream, own)
     for waits in (True, False):
@@ -143,7 +144,7 @@ def test_every_way(kind: str, routing: str, tokens: int, by_kernels: bool, plan:
     }
     right = expected(tensors, stream, own, range(2, 5))
     for waits in (True, False):
-        found = MixtureOfExperts(some, own, first=2)(stream, waits)
+        found = MixtureOfExperts(some, MIXTURE, own, first=2)(stream, waits)
         assert close(found, right) if right.norm() else not found.any()
 
 
@@ -151,7 +152,7 @@ def test_every_way(kind: str, routing: str, tokens: int, by_kernels: bool, plan:
 def test_many_tokens_go_through_the_kernel_in_parts(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixture, "AT_ONCE", 7)
     tensors, stream = drawn(biased=True), torch.randn(23, HIDDEN)
-    assert close(MixtureOfExperts(tensors, plan)(stream), expected(tensors, stream, plan))
+    assert close(MixtureOfExperts(tensors, MIXTURE, plan)(stream), expected(tensors, stream, plan))
 
 
 @pytest.mark.skipif(kernels() is None, reason="there is no C++ compiler")
@@ -162,7 +163,7 @@ def test_a_recorded_mixture_goes_by_what_comes_later(plan: Plan) -> None:
     assert own_kernels is not None
     own = replace(plan, routing=ROUTINGS["groups"])
     tensors, stream = drawn(biased=True, shared=12), torch.randn(3, HIDDEN)
-    made, recording = MixtureOfExperts(tensors, own), Recording(own_kernels, Arena())
+    made, recording = MixtureOfExperts(tensors, MIXTURE, own), Recording(own_kernels, Arena())
     assert isinstance(made.experts, KernelExperts)
     with recording.during():
         output = made(stream, waits=False)
@@ -186,7 +187,7 @@ def test_nothing_depends_on_data_without_waiting(plan: Plan, monkeypatch: pytest
     monkeypatch.setattr(layers, "plan_kernels", lambda *_: None)
     monkeypatch.setattr(mixture, "plan_kernels", lambda *_: None)
     tensors = {name: tensor.to("meta") for name, tensor in drawn(biased=True, shared=12).items()}
-    made = MixtureOfExperts(tensors, plan)
+    made = MixtureOfExperts(tensors, MIXTURE, plan)
     assert isinstance(made.experts, Experts)
     for tokens in (1, 8):
         stream = torch.empty(tokens, HIDDEN, device="meta")

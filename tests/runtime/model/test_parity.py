@@ -258,7 +258,7 @@ def test_logits_and_counts(family: str, name: str, ranks: Ranks, checkpoints: Ch
         assert error < TOLERANCE
         assert vocabulary.all_reduces == vocabulary.all_gathers == (len(CHUNKS) if number > 1 else 0)
     # The rank whose branches have the most steps is the one that the others wait for.
-    squares = squares_exchanged(program.nodes, number) if FAMILIES[family].attention.norms_all_heads else 0
+    squares = squares_exchanged(program.nodes, number) if FAMILIES[family].attention.joins_heads else 0
     for chunk, counts in zip(CHUNKS, zip(*(counts for _, counts, _ in answers), strict=True), strict=True):
         assert max(count.all_reduces for count in counts) == program.sync_points(number) + squares
         outputs = outputs_reduced(program.nodes, number, norms_behind=family in NORMED_BEHIND)

@@ -47,7 +47,7 @@ def assert_same(found: Continued, expected: Continued) -> None:
     assert relative_error(found.logits, expected.logits) < TOLERANCE
 
 
-KEPT_LOW_RANK = [name for name in DENSE_FAMILIES if not FAMILIES[name].attention.norms_all_heads]
+KEPT_LOW_RANK = [name for name in DENSE_FAMILIES if not FAMILIES[name].attention.joins_heads]
 
 
 @pytest.mark.parametrize("family", one_in(2, KEPT_LOW_RANK, 1))
