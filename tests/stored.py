@@ -78,7 +78,7 @@ def with_buffers(folder: Path) -> Path:
     norm, query = f"{family.attention.called[0]}.weight", family.attention.projection("q").path
     for name in [name for name in tensors if name.endswith(f".{norm}")]:
         attention = name.removesuffix(norm) + query.rpartition(".")[0]
-        if family.rotary:
+        if family.positions.rotary:
             buffers[f"{attention}.rotary_emb.inv_freq"] = torch.rand(4, dtype=torch.float64)
         if family.model_type.startswith("gpt"):
             buffers[f"{attention}.bias"] = torch.ones(1, 1, 8, 8, dtype=torch.int64).tril()

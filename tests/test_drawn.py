@@ -97,9 +97,10 @@ def streamed(folder: Path, program: str) -> Tensor:
     family = family_of(model.config)
     with torch.no_grad():
         logits: Tensor = model.get_submodule(family.head)(model.get_submodule(family.final_norm)(stream))
-    scale = family.logit_scale(model.config)
+    scale = family.scales.logits(model.config)
     logits = logits if scale is None else logits * scale
-    cap = None if family.softcap is None else getattr(model.config, family.softcap)
+    attribute = family.scales.logit_cap
+    cap = None if attribute is None else getattr(model.config, attribute)
     return logits if cap is None else (logits / cap).tanh() * cap
 
 

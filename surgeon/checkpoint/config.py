@@ -186,7 +186,7 @@ def _program_in(entries: dict[str, Any], path: Path) -> Program | None:
 def _check_counts(checkpoint: Checkpoint, family: Family) -> None:
     """Refuse numbers of things that `transformers` would begin to make one by one, whatever the number."""
     tensors = len(checkpoint.names())
-    named = ((name, checkpoint.config.get(name)) for name in family.layer_counts)
+    named = ((name, checkpoint.config.get(name)) for name in family.entries.counts)
     counts = [(name, count, tensors) for name, value in named for count in _numbers_in(value)]
     counts.append(("num_labels", checkpoint.config.get("num_labels"), MOST_LABELS))
     for name, count, limit in counts:

@@ -416,7 +416,8 @@ def facts_of(model: Model) -> dict[str, str]:
     """Describe a model, by label."""
     shapes = model.shapes
     stored = str(model.dtype).removeprefix("torch.")
-    rope = model.family.rope(model.config) if model.family.rotary else None
+    positions = model.family.positions
+    rope = positions.rope(model.config) if positions.rotary else None
     digits = 1 if model.parameters < 1e7 else 0
     facts = {
         "model": f"{model.label}: {shapes.family.name}, {plural(shapes.layers, 'layer')} {shapes.hidden} wide, "

@@ -234,7 +234,7 @@ class RankWork:
             if maps.is_slice:
                 yield Sent("all-reduce", SQUARES_BYTES // self.numbers.size, maps.of.sharers, exact=True)
         yield self.numbers.copy("place", 2 * forward.tokens * (heads + 2 * kv_heads) * plan.head_dim)
-        seen = plan.window(sublayer), plan.family.chunked
+        seen = plan.window(sublayer), plan.family.window.chunked
         keys = forward.texts * forward.keys(*seen)
         if kept is not None:
             for role, rank in zip("kv", kept, strict=True):

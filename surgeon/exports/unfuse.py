@@ -96,7 +96,7 @@ def _config_of(stored: StoredModel, program: Program) -> Any:
     entries = entries | {key: checkpoint.config[key] for key in CARRIED if key in checkpoint.config}
     config = dense_config(config_beside(entries, CONFIG_MAPPING[stored.config.base_model_type]))
     family = family_of(config)
-    if family.norm_kind == "layer":  # shifts of norms are in biases now
+    if family.norms.kind == "layer":  # shifts of norms are in biases now
         for key in BIAS_SWITCHES:
             if hasattr(config, key):
                 setattr(config, key, True)
@@ -176,8 +176,8 @@ def _values(model: PreTrainedModel, weights: ModelWeights, parts: list[Parts]) -
     """All that the checkpoint holds, by the stock model's names."""
     own = family_of(model.config)
     moved = {FUSED.embedding: own.embedding, FUSED.final_norm: own.final_norm}
-    if own.position_embedding is not None:
-        moved[POSITIONS] = own.position_embedding
+    if own.positions.embedding is not None:
+        moved[POSITIONS] = own.positions.embedding
     if own.head_bias or not model.config.tie_word_embeddings:
         moved[FUSED.head] = own.head
     for stored, path in moved.items():

@@ -62,7 +62,7 @@ class EditedLayers(nn.Module):
         self.original = [layers]  # in a list, so that it is not registered a second time
         self.config = config
         self.family = family
-        self.output_scale = family.output_scale(config)
+        self.output_scale = family.scales.output(config)
         self.program = program
         self.factors = factors
         self._weights: ModelWeights | None = None
@@ -337,7 +337,7 @@ class ModelMachine(Machine):
             output = call(stream)
         if self.layers.output_scale is not None:
             output = output * self.layers.output_scale
-        dropout = self.layers.family.dropout
+        dropout = self.layers.family.dropout.output
         if dropout is not None and self.layers.training:
             output = nn.functional.dropout(output, getattr(self.layers.config, dropout))
         return output

@@ -122,9 +122,9 @@ class ModelShapes:
     @property
     def position_rows(self) -> int:
         """Rows of a learned position embedding, 0 without one."""
-        if self.family.position_embedding:
-            return self.positions + self.family.position_offset
-        return 0
+        if self.family.positions.rotary:
+            return 0
+        return self.positions + self.family.positions.offset
 
     @property
     def outside_layers(self) -> int:

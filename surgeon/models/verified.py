@@ -96,7 +96,7 @@ class VerifiedKeys:
         sees = other <= own
         window = self._windows[layer] if self._windows else None
         if window is not None:
-            sees &= other >= (own // window * window if self._family.chunked else own - window + 1)
+            sees &= other >= (own // window * window if self._family.window.chunked else own - window + 1)
         in_flight = own // ROUND == other // ROUND
         mask = torch.cat([sees & ~in_flight, sees & in_flight], -1)[None, None]
         if self._as_bools:

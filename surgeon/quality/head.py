@@ -102,8 +102,9 @@ class OutputHead:
             raise ValueError(f"the output head is a {type(head).__name__}; only a plain linear head can be measured")
         self.weight = head.weight
         self.bias = head.bias
-        self.scale = family.logit_scale(model.config)
-        self.softcap: float | None = getattr(model.config, family.softcap) if family.softcap else None
+        self.scale = family.scales.logits(model.config)
+        cap = family.scales.logit_cap
+        self.softcap: float | None = getattr(model.config, cap) if cap else None
 
     def rows(self, tokens: int) -> int:
         """How many tokens' logits are computed at a time."""

@@ -90,9 +90,8 @@ class FamilyContract:
                 assert shapes.matrices[projection.role] == weights.matrix(own, projection.role).shape
         roles = {projection.role for kind in KINDS for projection in family.spec(kind, 1).projections}
         assert set(shapes.matrices) == roles
-        for described in (family.embedding, family.final_norm, family.head, family.position_embedding):
-            if described is not None:
-                model.get_submodule(described)
+        for described in (*family.embeddings, family.final_norm, family.head):
+            model.get_submodule(described)
 
     def test_the_unedited_program_is_the_stock_model_bit_for_bit(self, model: PreTrainedModel, ids: Tensor) -> None:
         stock = _logits(model, ids)
@@ -236,7 +235,7 @@ class FamilyContract:
         before = model.config.to_dict()
         order = order_of_attentions(model, name)
         _edited(model, name)
-        for key in family_of(model.config).layer_lists:
+        for key in family_of(model.config).entries.lists:
             if before.get(key) is not None:
                 assert getattr(model.config, key) == [before[key][k] for k in order]
         assert model.config.num_hidden_layers == len(order)
@@ -286,7 +285,7 @@ class FamilyContract:
     def test_a_plain_export_loads_again(self, model: PreTrainedModel, ids: Tensor, name: str, tmp_path: Path) -> None:
         """In surgeon, and in `transformers` without it; layers that the config calls different are not merged."""
         model.save_pretrained(tmp_path / "source")
-        lists = [getattr(model.config, key, None) for key in family_of(model.config).layer_lists]
+        lists = [getattr(model.config, key, None) for key in family_of(model.config).entries.lists]
         expected = _logits(_edited(model, name), ids)
         if name == "merge" and any(entries is not None and entries[1] != entries[2] for entries in lists):
             with pytest.raises(ValueError, match="layers 1 and 2 differ in the config's"):

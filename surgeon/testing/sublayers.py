@@ -120,7 +120,7 @@ class Sublayers:
 
     def _scaled(self, output: Tensor) -> Tensor:
         """What is added of an output."""
-        scale = self.family.output_scale(self.model.config)
+        scale = self.family.scales.output(self.model.config)
         if scale is None:
             return output
         return output * scale

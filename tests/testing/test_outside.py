@@ -22,6 +22,7 @@ from surgeon.language.operations.base import OPERATIONS, Operation, find_stretch
 from surgeon.language.operations.declare import HEATMAPS, VARIANTS, Heatmap, Variant
 from surgeon.language.program import Program
 from surgeon.models.families import FAMILIES, Family
+from surgeon.models.families.base import Dropouts
 from surgeon.models.families.llama import LLAMA
 from surgeon.models.families.specs import StreamNorm
 from surgeon.opened import Model
@@ -193,7 +194,7 @@ def described(**changes: Any) -> Family:
             True,
         ),
         (
-            described(dropout="attention_dropout"),
+            described(dropout=Dropouts("attention_dropout")),
             "test_it_trains_and_drops_out_as_the_stock_model_does",
             True,
         ),

@@ -104,7 +104,7 @@ def test_vllm_s_own_operations(family: str, build: Build, tmp_path: Path, monkey
     roles = {projection.role for projection in known.spec(FEED_FORWARD).projections}
     gated = "gate" in roles and (known.mixture is None or family in SOME_DENSE)
     gate = "gelu_tanh_and_mul" if family.startswith("gemma") else "silu_and_mul"
-    wanted = {"rms_norm": known.norm_kind == "rms", "rotary_embedding": known.rotary, gate: gated}
+    wanted = {"rms_norm": known.norms.kind == "rms", "rotary_embedding": known.positions.rotary, gate: gated}
     assert torch.ops._C.called == {name for name, used in wanted.items() if used}
 
 

@@ -58,7 +58,7 @@ class FusedPlanner(TensorPlanner):
         super().__init__(original, dtype, factors)
         stored = [name for name in self.source.names() if name.startswith(self.prefix)]
         self.biases = {
-            projection.role: (projection.reads_stream and self.family.norm_kind == "layer")
+            projection.role: (projection.reads_stream and self.family.norms.kind == "layer")
             or any(name.endswith(f".{projection.path}.bias") for name in stored)
             for spec in (self.family.attention, self.family.mlp)
             for projection in spec.projections
@@ -66,8 +66,8 @@ class FusedPlanner(TensorPlanner):
 
     def plan(self, layers: tuple[StoredLayer, ...]) -> list[PlannedTensor]:
         planned = self._moved(f"{FUSED_FAMILY.embedding}.weight", self.family.embedding)
-        if self.family.position_embedding is not None:
-            planned += self._moved(f"{POSITIONS}.weight", self.family.position_embedding)
+        if self.family.positions.embedding is not None:
+            planned += self._moved(f"{POSITIONS}.weight", self.family.positions.embedding)
         for index, layer in enumerate(layers):
             for kind, sublayers in ((ATTENTION, layer.attention), (FEED_FORWARD, layer.feed_forward)):
                 for sublayer in sublayers:  # whose tensors none may be left behind
@@ -82,7 +82,7 @@ class FusedPlanner(TensorPlanner):
                 for path, compute in tensors.items():
                     name = f"{FUSED_FAMILY.layers}.{index}.{path}"
                     planned += self.planned(name, compute)
-        for part in self.family.norm_parts:
+        for part in self.family.norms.parts:
             planned += self._moved(f"{FUSED_FAMILY.final_norm}.{part}", self.family.final_norm, part)
         return planned + self._head()
 
@@ -105,9 +105,9 @@ class FusedPlanner(TensorPlanner):
         spec = self.family.spec(kind)
         own = spec.stream_norms["norm"]
         written = FUSED_FAMILY.spec(kind).stream_norms["norm"]
-        gain = torch.zeros_like if self.family.unit_offset else torch.ones_like
+        gain = torch.zeros_like if self.family.norms.unit_offset else torch.ones_like
         tensors: dict[str, Compute] = {}
-        for part in self.family.norm_parts:
+        for part in self.family.norms.parts:
             compute = partial(self.part, sublayers[0], f"{own}.{part}")
             if len(sublayers) > 1:  # the gains and shifts of all of them are folded into what follows
                 compute = partial(_as, gain if part == "weight" else torch.zeros_like, compute)
@@ -134,9 +134,9 @@ class FusedPlanner(TensorPlanner):
             # Rows that have the columns of all matrices.
             parts = zip(*(matrix.split(ROWS) for matrix in matrices), strict=True)
             return (self._in_turn(list(rows), sublayers, dim=1) for rows in parts)
-        if not self.family.norm_parts:
+        if not self.family.norms.parts:
             return self._in_turn(matrices, sublayers, dim=0)
-        offset = int(self.family.unit_offset)
+        offset = int(self.family.norms.unit_offset)
         gains = [offset + self._norm_part(sublayer, "weight", weights).float() for sublayer in sublayers]
         return self._folded(matrices, gains, sublayers)
 
@@ -162,7 +162,7 @@ class FusedPlanner(TensorPlanner):
         biases = [bias.float() for bias in biases]
         if not projection.reads_stream:
             return torch.stack(biases).sum(dim=0)
-        if self.family.norm_kind == "layer":
+        if self.family.norms.kind == "layer":
             for index, sublayer in enumerate(sublayers):
                 shift = self._norm_part(sublayer, "bias", weights).float()
                 biases[index] = biases[index] + self._matrix(sublayer, projection, weights).float() @ shift
@@ -249,8 +249,8 @@ class Fused(Form):
         if why_not := family.unfusable(config):
             raise Inexpressible(why_not)
         lists = {
-            family.window_layers: windowed_layers(family, config),
-            family.rotary_layers: rotated_layers(family, config),
+            family.window.layers: windowed_layers(family, config),
+            family.positions.layers: rotated_layers(family, config),
         }
         require_uniform(layers, family, {name: values for name, values in lists.items() if name is not None})
         require_divisible(program.sublayers(), family, config)
@@ -331,7 +331,7 @@ def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, 
     """
     biases = {role: any(name.endswith(f"{path}.bias") for name in shapes) for role, path in PATHS.items()}
     units = family.units(config)
-    scale = family.attention_scale(config)
+    scale = family.scales.attention(config)
     growth = family.attention.head_stage(Growth)
     clamp = family.attention.head_stage(Clamp)
 
@@ -343,12 +343,13 @@ def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, 
     windowed = windowed_layers(family, config)
     rotates = rotated_layers(family, config)
     rope = None
-    some_rotate = family.rotary_layers is not None or family.rotary_in_windows
-    if family.rotary:
-        rope = dict(family.rope(config))
-        if not family.partly_rotary:
+    positions = family.positions
+    some_rotate = positions.layers is not None or positions.in_windows
+    if positions.rotary:
+        rope = dict(positions.rope(config))
+        if not positions.partial:
             rope.pop("partial_rotary_factor", None)
-    longer = long_rotary_angles(family, config) if family.computes_anew else None
+    longer = long_rotary_angles(family, config) if positions.computes_anew else None
     entries = {key: getattr(config, key) for key in CARRIED if hasattr(config, key)} | {
         "model_type": FUSED_FAMILY.model_type,
         "base_model_type": family.model_type,
@@ -357,8 +358,8 @@ def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, 
         "num_key_value_heads": units["kv_heads"],
         "intermediate_size": units["neurons"],
         "head_dim": family.head_dim(config),
-        "norm": OFFSET if family.unit_offset else family.norm_kind,
-        "norm_eps": family.epsilon(config),
+        "norm": OFFSET if family.norms.unit_offset else family.norms.kind,
+        "norm_eps": family.norms.epsilon(config),
         "parallel_residual": family.steps_per_layer == 1,
         "head_bias": family.head_bias,
         "qkv_bias": biases["q"],
@@ -366,30 +367,30 @@ def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, 
         "attention_scaling": family.head_dim(config) ** -0.5 if scale is None else scale,
         "clip_qkv": None if clamp is None else clamp.bound,
         "query_growth": None if growth is None else [growth.rate, growth.length],
-        "embedding_scale": family.embedding_scale(config) or 1.0,
-        "output_scale": family.output_scale(config) or 1.0,
-        "logit_scale": family.logit_scale(config) or 1.0,
+        "embedding_scale": family.scales.embedding(config) or 1.0,
+        "output_scale": family.scales.output(config) or 1.0,
+        "logit_scale": family.scales.logits(config) or 1.0,
         "head_norm": family.attention.head_norm is not None,
         # How far each layer's attention looks, in the words that `transformers` has for masks.
         "layer_types": [
             "sliding_attention" if windowed[layer.sources[0]] else "full_attention" for layer in layout.layers
         ],
-        "sliding_window": getattr(config, family.window) if family.window else None,
+        "sliding_window": getattr(config, family.window.tokens) if family.window.tokens else None,
         "rotary_layers": [rotates[layer.sources[0]] for layer in layout.layers] if some_rotate else None,
         "hidden_act": getattr(config, family.activation),
-        "gated": family.gated,
+        "gated": family.mlp.projections[0].role == "gate",
         "up_bias": biases["up"],
         "down_bias": biases["down"],
         "rope_parameters": rope,
         "anew_beyond": None if longer is None else longer[0],  # computed again beyond so many tokens
-        "rotary_neighbours": family.rotary_neighbours,
+        "rotary_neighbours": positions.neighbours,
         "learned_positions": shapes.get(f"{POSITIONS}.weight", (0,))[0],
-        "position_offset": family.position_offset,
-        "positions_from_mask": family.positions_from_mask,
-        "attention_dropout": dropped(family.attention_dropout),
-        "residual_dropout": dropped(family.dropout or family.module_dropout),
-        "mlp_dropout": dropped(family.mlp_dropout),
-        "embedding_dropout": dropped(family.embedding_dropout),
+        "position_offset": positions.offset,
+        "positions_from_mask": positions.from_mask,
+        "attention_dropout": dropped(family.dropout.attention),
+        "residual_dropout": dropped(family.dropout.output or family.dropout.module),
+        "mlp_dropout": dropped(family.dropout.mlp),
+        "embedding_dropout": dropped(family.dropout.embedding),
     }
     widths = {
         str(k): _widths(layer, family, units) for k, layer in enumerate(layout.layers) if not layer.has_stock_width

@@ -44,7 +44,7 @@ class Plain(Form):
         require_uniform(layers, family, per_layer_lists(family, config, config.to_dict()))
         reason = f"the program is a sequence of {len(layers)} whole layers, which any software loads"
         try:
-            family.follow_mlp(config, [one.layers[0] for layer in layers for one in layer.feed_forward[:1]])
+            family.entries.follow_mlp(config, [one.layers[0] for layer in layers for one in layer.feed_forward[:1]])
         except ValueError as error:  # of configurations that cannot say which layers are dense
             raise Inexpressible(str(error)) from error
         if widths := _widths(layers[0], family, config) | _experts(layers, family, config):

@@ -148,9 +148,7 @@ class TensorPlanner:
     def plan(self, layers: tuple[StoredLayer, ...]) -> list[PlannedTensor]:
         """All tensors in the order in which a forward pass needs them."""
         outside = [name for name in self.source.names() if not name.startswith(self.prefix)]
-        embeddings = {
-            path.rpartition(".")[2] for path in (self.family.embedding, self.family.position_embedding) if path
-        }
+        embeddings = {path.rpartition(".")[2] for path in self.family.embeddings}
         first = [name for name in outside if embeddings & set(name.split("."))]
         last = [name for name in outside if name not in first]
         planned = [tensor for name in first for tensor in self._copied(name)]
@@ -271,7 +269,7 @@ class TensorPlanner:
                     f"{prefix}{name} is no tensor of {self.family.name} that surgeon knows; it cannot be exported"
                 )
         needed = [projection.path for projection in spec.projections if not projection.stacked]
-        norms = spec.stream_norms.values() if self.family.norm_parts else ()
+        norms = spec.stream_norms.values() if self.family.norms.parts else ()
         for path in (*norms, *needed):
             if not any(name.startswith(f"{path}.") and name.endswith("weight") for name in names):
                 raise ValueError(

@@ -112,7 +112,7 @@ class ProgramForm(Form):
             wrapper = layout.wrapped.wrapper
             row["inside"] = [wrapper.text, wrapper.decoder]
             return self.shipped.entries(wrapper.model_type, around=True) | runs
-        scale = family.logit_scale(config)
+        scale = family.scales.logits(config)
         # By this name vLLM's transformers backend, which has a head of its own, knows it.
         scaled = {} if scale is None else {"logit_scale": scale}
         return self.shipped.entries(family.model_type) | runs | scaled
@@ -198,9 +198,9 @@ def family_row(family: Family, config: Any) -> dict[str, Any]:
         "sinks": family.attention.sinks,
         "mixture": _mixture_row(family),
         "counts": [path for path in counts if path.rpartition(".")[0] not in reads],  # slices replace those whole
-        "layer_lists": list(family.layer_lists),
-        "dropout": family.dropout,
-        "output_scale": family.output_scale(config),
+        "layer_lists": list(family.entries.lists),
+        "dropout": family.dropout.output,
+        "output_scale": family.scales.output(config),
         "arguments": list(family.arguments),
         "returns_tuple": family.returns_tuple,
         "steps": family.steps_per_layer,

@@ -80,7 +80,7 @@ def per_layer_lists(family: Family, config: Any, stored: dict[str, Any]) -> dict
         config: as `transformers` reads it, which fills in some of them for some architectures.
         stored: config.json as it stands, with keys that `transformers` does not know too.
     """
-    candidates = {key: getattr(config, key, None) for key in family.layer_lists} | stored
+    candidates = {key: getattr(config, key, None) for key in family.entries.lists} | stored
     return {
         key: value
         for key, value in candidates.items()
@@ -96,7 +96,7 @@ def require_uniform(layers: tuple[StoredLayer, ...], family: Family, lists: dict
     for key, values in lists.items():
         for layer in layers:
             # What says how far attention looks must be the same in the layers that an attention is made of.
-            alike = layer.attention if key in family.layer_lists else layer.sublayers
+            alike = layer.attention if key in family.entries.lists else layer.sublayers
             sources = [source for sublayer in alike for source in sublayer.layers]
             for other in sources[1:]:
                 if values[other] != values[sources[0]]:

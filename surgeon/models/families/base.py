@@ -47,68 +47,165 @@ def _none(_: Any) -> None:
 
 
 @dataclass(frozen=True)
+class Norms:
+    """The norms of the stream.
+
+    Attributes:
+        kind: "rms" (a gain), "layer" (a gain and a shift), "centred" (a layer norm with a gain alone) or "plain" (one
+            with neither).
+        stored_epsilon: the config attribute that holds their epsilon, or the number itself.
+        unit_offset: whether all norms, those of heads too, multiply by 1 + their stored gain (Gemma2).
+    """
+
+    kind: Literal["rms", "layer", "centred", "plain"] = "rms"
+    stored_epsilon: str | float = "rms_norm_eps"
+    unit_offset: bool = False
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parameters of one."""
+        return {"layer": ("weight", "bias"), "plain": ()}.get(self.kind, ("weight",))
+
+    def epsilon(self, config: Any) -> float:
+        """Their epsilon under this config."""
+        if isinstance(self.stored_epsilon, str):
+            return float(getattr(config, self.stored_epsilon))
+        return self.stored_epsilon
+
+
+@dataclass(frozen=True)
+class Positions:
+    """How positions enter: by turning queries and keys (rotary), unless there is an embedding of them.
+
+    Attributes:
+        embedding: path of the embedding.
+        offset: how many of its entries come before position 0 (OPT has 2).
+        from_mask: whether positions count what the attention mask lets through, unless they are given.
+        partial: whether only some features of a head may turn; other classes turn all, whatever the config says.
+        neighbours: whether features 2i and 2i + 1 turn as a pair (GLM), not i and that half a width further on.
+        rope: of a config: its entries on rotary positions, in the words of `rope_parameters`.
+        layers: the config attribute that says of each layer whether its heads turn, if not all do.
+        in_windows: whether heads turn in layers with a window, and in no others (Cohere2).
+        computes_anew: whether generation computes a text again as it grows beyond the length from which positions turn
+            otherwise (Phi3); else keys stay in the cache as they were turned.
+    """
+
+    embedding: str | None = None
+    offset: int = 0
+    from_mask: bool = False
+    partial: bool = False
+    neighbours: bool = False
+    rope: Callable[[Any], dict[str, Any]] = attrgetter("rope_parameters")
+    layers: str | None = None
+    in_windows: bool = False
+    computes_anew: bool = False
+
+    @property
+    def rotary(self) -> bool:
+        return self.embedding is None
+
+
+@dataclass(frozen=True)
+class AttentionWindow:
+    """How far attentions look back.
+
+    Attributes:
+        tokens: the config attribute with how many tokens they look at, each itself the last of them, if any.
+        layers: the config attribute that says which layers have the window, if not all have.
+        chunked: whether the window is a chunk of the text: a token looks back to the last position that is a multiple
+            of the window (Llama 4).
+    """
+
+    tokens: str | None = None
+    layers: str | None = None
+    chunked: bool = False
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Factors and bounds.
+
+    Attributes:
+        embedding: of embeddings.
+        attention: of products of queries and keys; 1 / sqrt(head_dim) where there is none.
+        output: of the output of every sublayer before it is added (Granite).
+        logits: of output logits, before they are capped.
+        attention_cap, logit_cap: the config attribute with the bound c of scores, or output logits, that are
+            c * tanh(score / c).
+    """
+
+    embedding: Scale = _none
+    attention: Scale = _none
+    output: Scale = _none
+    logits: Scale = _none
+    attention_cap: str | None = None
+    logit_cap: str | None = None
+
+
+@dataclass(frozen=True)
+class Dropouts:
+    """Config attributes with the dropout probabilities of training.
+
+    Attributes:
+        output: of sublayer outputs, dropped by the layer.
+        module: the same, dropped by the sublayers' own modules.
+        mlp: of what MLPs add alone, dropped by a module.
+        attention: of attention weights.
+        embedding: of the stream before the first layer.
+    """
+
+    output: str | None = None
+    module: str | None = None
+    mlp: str | None = None
+    attention: str | None = "attention_dropout"
+    embedding: str | None = None
+
+
+@dataclass(frozen=True)
+class ConfigEntries:
+    """Entries of config.json that follow from its layers.
+
+    Attributes:
+        counts: those that say how many layers there are, by numbers or by lists with numbers.
+        lists: config attributes with one item per layer that says something of its attention.
+        follow: entries that describe layers in another way than one list item per layer, rewritten so that layer i is
+            described as layer `sources[i]` was.
+        follow_mlp: entries that say how layers' feed-forwards differ (dense ones among mixtures), likewise.
+        follow_width: entries that say the stream's width once more, for a stream of another width.
+    """
+
+    counts: tuple[str, ...] = ("num_hidden_layers",)
+    lists: tuple[str, ...] = ("layer_types",)
+    follow: Callable[[Any, Sequence[int]], dict[str, Any]] = _nothing_else
+    follow_mlp: Callable[[Any, Sequence[int]], dict[str, Any]] = _nothing_else
+    follow_width: Callable[[Any, int], dict[str, Any]] = _nothing_else
+
+
+@dataclass(frozen=True)
 class Family:
-    """One architecture.
+    """One architecture; paths are from the causal language model, or from a layer.
 
     Attributes:
         name: as users know it.
         model_type: as `config.json` has it.
         summary: a sentence on what is particular to it.
-        layers: path of the decoder's list of layers, from the causal language model.
-        embedding, final_norm, head: paths from the causal language model.
-        head_bias: whether the head has a bias (Phi, GPT-J).
-        stored_head: what checkpoints call the head, where that is not its path.
-        attention, mlp: where a layer keeps its two sublayers.
-        layer_specs: the same of single layers that differ from the others, by kind and layer; a `variant` gives them.
-        stored_names: what files call modules of a layer, by pairs: how a path begins in the model, and in files.
-        norm_kind: "rms" (a gain), "layer" (a gain and a shift), "centred" (a layer norm with a gain alone) or "plain"
-            (one with neither).
-        unit_offset: whether norms multiply by 1 + their stored gain (Gemma2).
-        norm_epsilon: the config attribute that holds the norms' epsilon, or the number itself.
+        layers: path of the decoder's list of layers.
+        embedding, final_norm, head: paths of modules.
+        attention, mlp: a layer's two sublayers.
         activation: the config attribute that names the MLP's activation.
         intermediate: the config attribute that holds the MLP's width.
         kv_heads: the config attribute that holds the number of KV heads, where there is one, or the number itself.
-        gated: whether the MLP multiplies an activated gate with an up projection.
-        rotary: whether positions enter by rotary embedding in each attention.
-        partly_rotary: whether only some features of a head may; other classes rotate all, whatever the config says.
-        rope: of a config: what it says of rotary positions, in the words of `rope_parameters`.
-        rotary_neighbours: whether features 2i and 2i + 1 turn as a pair (GLM), not i and that half a width further on.
-        position_embedding: path of a learned position embedding, if any.
-        position_offset: how many entries of it come before position 0 (OPT has 2).
-        positions_from_mask: whether positions count what the attention mask lets through, unless they are given.
-        rotary_layers: the config attribute that says of each layer whether it has rotary positions; all have where
-            there is none.
-        rotary_in_windows: whether the layers with rotary positions are those with a window (Cohere2).
-        dropout: the config attribute with the dropout probability of sublayer outputs while training, if any.
-        module_dropout: the same where the sublayers' own modules do it.
-        mlp_dropout: the same of what MLPs add alone, done by a module.
-        attention_dropout: the same of attention weights, if any.
-        embedding_dropout: the same of the stream before the first layer, if any.
+        head_bias: whether the head has a bias (Phi, GPT-J).
+        stored_head: what checkpoints call the head, where that is not its path.
         steps_per_layer: 2, or 1 where attention and MLP of a layer read the same stream (GPT-NeoX, Cohere).
         adds_in_turn: whether a layer of one step adds attention's output to the stream and then the MLP's, not both at
             once: what differs is rounding.
-        softcap: the config attribute with the bound c of output logits that are c * tanh(logits / c), if any.
-        attention_softcap: the same for the scores of attentions.
-        window: the config attribute with how many tokens an attention looks at, itself the last of them, if any.
-        window_layers: the config attribute that says which layers have the window; all of them where there is none.
-        chunked: whether a window is a chunk of the text instead: a token looks back to the last position that is a
-            multiple of the window (Llama 4).
-        layer_counts: entries of config.json that say how many layers there are, by numbers or by lists with numbers.
-        layer_lists: config attributes with one item per layer that says something of its attention.
+        layer_specs: sublayers of single layers that differ from the others, by kind and layer; a `variant` gives them.
+        stored_names: what files call modules of a layer, by pairs: how a path begins in the model, and in files.
         heads_fill_stream: whether all heads together are as wide as the stream; others have a head_dim of their own.
-        embedding_scale: what embeddings are multiplied by.
-        attention_scale: what products of queries and keys are multiplied by; by default 1 / sqrt(head_dim).
-        computes_anew: whether generation computes a text again as it grows beyond the length from which its rotary
-            positions are others (Phi3); else keys stay in the cache as they were turned.
-        output_scale: what is multiplied with the output of every sublayer before it is added (Granite).
-        logit_scale: what output logits are multiplied by, before they are capped.
         arguments: names of what the decoder hands a layer by position after the stream.
         returns_tuple: whether a layer returns its stream as the first item of a tuple.
         variant: the description of a model with this config, where it depends on more than the model type.
-        follow: config entries that describe layers in another way than one list item per layer, rewritten so that
-            layer i is described as layer `sources[i]` was.
-        follow_mlp: config entries that say how layers' feed-forwards differ (dense ones among mixtures), likewise.
-        follow_width: config entries that say the stream's width once more, for a stream of another width.
         off_ranks: why ranks run no program of it, if they do not; a `variant` says it.
         unsupported: says why a config of this family cannot be operated on, or returns None.
         unfusable: says why its layers cannot be stored side by side in one, or returns None.
@@ -123,52 +220,25 @@ class Family:
     head: str
     attention: SublayerSpec
     mlp: SublayerSpec
-    norm_kind: Literal["rms", "layer", "centred", "plain"]
-    norm_epsilon: str | float
     activation: str
     intermediate: str
-    gated: bool
-    rotary: bool
-    partly_rotary: bool = False
+    norms: Norms = Norms()
+    positions: Positions = Positions()
+    window: AttentionWindow = AttentionWindow()
+    scales: Scales = Scales()
+    dropout: Dropouts = Dropouts()
+    entries: ConfigEntries = ConfigEntries()
     kv_heads: str | int = "num_key_value_heads"
-    rope: Callable[[Any], dict[str, Any]] = attrgetter("rope_parameters")
-    rotary_neighbours: bool = False
-    position_embedding: str | None = None
-    position_offset: int = 0
-    positions_from_mask: bool = False
-    rotary_layers: str | None = None
-    rotary_in_windows: bool = False
     head_bias: bool = False
     stored_head: str | None = None
-    dropout: str | None = None
-    module_dropout: str | None = None
-    mlp_dropout: str | None = None
-    attention_dropout: str | None = "attention_dropout"
-    embedding_dropout: str | None = None
     steps_per_layer: int = 2
     adds_in_turn: bool = False
-    unit_offset: bool = False
-    softcap: str | None = None
-    attention_softcap: str | None = None
-    window: str | None = None
-    window_layers: str | None = None
-    chunked: bool = False
     layer_specs: tuple[tuple[str, int, SublayerSpec], ...] = ()
     stored_names: tuple[tuple[str, str], ...] = ()
-    layer_counts: tuple[str, ...] = ("num_hidden_layers",)
-    layer_lists: tuple[str, ...] = ("layer_types",)
     heads_fill_stream: bool = False
-    embedding_scale: Scale = _none
-    attention_scale: Scale = _none
-    computes_anew: bool = False
-    output_scale: Scale = _none
-    logit_scale: Scale = _none
     arguments: tuple[str, ...] = ()
     returns_tuple: bool = False
     variant: Callable[[Family, Any], Family] = _unvaried
-    follow: Callable[[Any, Sequence[int]], dict[str, Any]] = _nothing_else
-    follow_mlp: Callable[[Any, Sequence[int]], dict[str, Any]] = _nothing_else
-    follow_width: Callable[[Any, int], dict[str, Any]] = _nothing_else
     off_ranks: str | None = None
     unsupported: Callable[[Any], str | None] = _none
     unfusable: Callable[[Any], str | None] = _none
@@ -233,7 +303,7 @@ class Family:
     @property
     def off_vllm(self) -> str | None:
         """Why vLLM runs no program of these attentions; None if it does."""
-        if self.chunked:
+        if self.window.chunked:
             return "they look at chunks of a text"
         return None
 
@@ -244,15 +314,9 @@ class Family:
         return norm is not None and norm == self.mlp.stream_norms.get("norm")
 
     @property
-    def norm_parts(self) -> tuple[str, ...]:
-        """The parameters of a norm of the stream."""
-        return {"layer": ("weight", "bias"), "plain": ()}.get(self.norm_kind, ("weight",))
-
-    def epsilon(self, config: Any) -> float:
-        """The norms' epsilon under this config."""
-        if isinstance(self.norm_epsilon, str):
-            return float(getattr(config, self.norm_epsilon))
-        return self.norm_epsilon
+    def embeddings(self) -> tuple[str, ...]:
+        """Paths of the embeddings: of tokens, and of positions where these are learned."""
+        return tuple(path for path in (self.embedding, self.positions.embedding) if path is not None)
 
     def units(self, config: Any, layer: int | None = None) -> dict[Unit, int]:
         """How many heads, KV heads and neurons (of each expert) a layer has under this config."""
@@ -314,9 +378,9 @@ class Family:
         Args:
             sources: for each new layer, the layer whose description it gets.
         """
-        lists = {key: getattr(config, key, None) for key in self.layer_lists}
+        lists = {key: getattr(config, key, None) for key in self.entries.lists}
         entries = {key: [values[k] for k in sources] for key, values in lists.items() if values is not None}
-        return entries | self.follow(config, sources)
+        return entries | self.entries.follow(config, sources)
 
     def per_layer_entries(
         self, config: Any, sources: Sequence[int], feed_forwards: Sequence[int] | None = None
@@ -327,7 +391,7 @@ class Family:
             sources: for each new layer, the layer whose description it gets.
             feed_forwards: that of its feed-forward, where this is of other layers.
         """
-        return self.attention_entries(config, sources) | self.follow_mlp(config, feed_forwards or sources)
+        return self.attention_entries(config, sources) | self.entries.follow_mlp(config, feed_forwards or sources)
 
     def head_dim(self, config: Any) -> int:
         """The width of one head under this config."""

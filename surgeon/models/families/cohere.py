@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from surgeon.models.families.base import Factor, Family
+from surgeon.models.families.base import AttentionWindow, Factor, Family, Norms, Positions, Scales
 from surgeon.models.families.llama import LLAMA
 from surgeon.models.families.specs import HeadNorm
 
@@ -21,12 +21,11 @@ COHERE = replace(
     model_type="cohere",
     summary=("attention beside MLP behind one norm without a shift; neighbouring features turn, logits have a factor."),
     mlp=replace(LLAMA.mlp, stages=(LLAMA.attention.stages[0], "mlp")),
-    norm_kind="centred",
-    norm_epsilon="layer_norm_eps",
-    rotary_neighbours=True,
+    norms=Norms("centred", "layer_norm_eps"),
+    positions=Positions(neighbours=True),
     steps_per_layer=1,
     adds_in_turn=True,
-    logit_scale=Factor("logit_scale"),
+    scales=Scales(logits=Factor("logit_scale")),
     variant=_variant,
 )
 
@@ -36,7 +35,6 @@ COHERE2 = replace(
     name="Cohere2",
     model_type="cohere2",
     summary="Cohere with windows in most layers; the others have no positions.",
-    rotary_in_windows=True,
-    window="sliding_window",
-    window_layers="layer_types",
+    positions=Positions(neighbours=True, in_windows=True),
+    window=AttentionWindow("sliding_window", "layer_types"),
 )

@@ -11,7 +11,7 @@ from dataclasses import replace
 from math import log
 from typing import Any
 
-from surgeon.models.families.base import Family
+from surgeon.models.families.base import ConfigEntries, Family, Scales
 from surgeon.models.families.llama import LLAMA
 from surgeon.models.families.mixtures import MIXTURE, ROUTED
 from surgeon.models.families.specs import Latent, Projection, SublayerSpec
@@ -118,9 +118,9 @@ DEEPSEEK_V3 = replace(
     ),
     mlp=_MIXTURE,
     intermediate="moe_intermediate_size",
-    attention_scale=_scale,
+    scales=Scales(attention=_scale),
+    entries=ConfigEntries(follow_mlp=_follow_mlp),
     variant=_variant,
-    follow_mlp=_follow_mlp,
     unsupported=_unsupported,
 )
 

@@ -7,12 +7,22 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
-from surgeon.models.families.base import Factor, Family
+from surgeon.models.families.base import (
+    AttentionWindow,
+    ConfigEntries,
+    Dropouts,
+    Factor,
+    Family,
+    Norms,
+    Positions,
+    Scales,
+)
 from surgeon.models.families.llama import LLAMA
 from surgeon.models.families.registry import FAMILIES
 from surgeon.models.families.specs import Clamp, Growth, HeadNorm, HeadStage, Projection
 
 POSITIONS = "model.embed_positions"  # where positions are learned
+_EPSILON = "norm_eps"
 OFFSET = "rms_offset"  # what its configuration calls RMS norms that multiply by 1 + their stored gain
 
 
@@ -26,20 +36,21 @@ def _variant(family: Family, config: Any) -> Family:
     if config.head_norm:
         heads.append(HeadNorm("turns"))
     base = FAMILIES.get(config.base_model_type)
+    positions = replace(
+        family.positions,
+        embedding=POSITIONS if config.learned_positions else None,
+        offset=config.position_offset,
+        neighbours=config.rotary_neighbours,
+        computes_anew=config.anew_beyond is not None,
+    )
     return replace(
         family,
         name=family.name if base is None else base.name,
-        norm_kind="rms" if config.norm == OFFSET else config.norm,
-        unit_offset=config.norm == OFFSET,
+        norms=Norms("rms", _EPSILON, unit_offset=True) if config.norm == OFFSET else Norms(config.norm, _EPSILON),
+        positions=positions,
         attention=replace(family.attention, heads=tuple(heads)),
         mlp=family.mlp if config.gated else replace(family.mlp, projections=family.mlp.projections[1:]),
-        gated=config.gated,
         head_bias=config.head_bias,
-        rotary=not config.learned_positions,
-        position_embedding=POSITIONS if config.learned_positions else None,
-        rotary_neighbours=config.rotary_neighbours,
-        computes_anew=config.anew_beyond is not None,
-        position_offset=config.position_offset,
         steps_per_layer=1 if config.parallel_residual else 2,
     )
 
@@ -49,17 +60,17 @@ FUSED = replace(
     name="the fused form",
     model_type="surgeon_fused",
     summary="any family's functions, in layers that may differ in width",
-    norm_epsilon="norm_eps",
-    partly_rotary=True,
-    dropout="residual_dropout",
-    window="sliding_window",
-    window_layers="layer_types",
-    attention_scale=attrgetter("attention_scaling"),
-    embedding_scale=Factor("embedding_scale"),
-    output_scale=Factor("output_scale"),
-    logit_scale=Factor("logit_scale"),
-    rotary_layers="rotary_layers",
-    layer_lists=("layer_types", "rotary_layers"),
+    norms=Norms("rms", _EPSILON),
+    positions=Positions(partial=True, layers="rotary_layers"),
+    window=AttentionWindow("sliding_window", "layer_types"),
+    scales=Scales(
+        embedding=Factor("embedding_scale"),
+        attention=attrgetter("attention_scaling"),
+        output=Factor("output_scale"),
+        logits=Factor("logit_scale"),
+    ),
+    dropout=Dropouts("residual_dropout"),
+    entries=ConfigEntries(lists=("layer_types", "rotary_layers")),
     variant=_variant,
 )
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from surgeon.errors import shown
+from surgeon.models.families.base import AttentionWindow, Norms, Scales
 from surgeon.models.families.llama import LLAMA
 from surgeon.models.families.specs import HeadNorm, StreamNorm
 
@@ -31,14 +32,15 @@ GEMMA2 = replace(
     mlp=replace(
         LLAMA.mlp, stages=(StreamNorm("pre_feedforward_layernorm"), "mlp", StreamNorm("post_feedforward_layernorm"))
     ),
-    unit_offset=True,
+    norms=Norms(unit_offset=True),
     activation="hidden_activation",
-    softcap="final_logit_softcapping",
-    attention_softcap="attn_logit_softcapping",
-    window="sliding_window",
-    window_layers="layer_types",
-    embedding_scale=embedding_scale,
-    attention_scale=_attention_scale,
+    window=AttentionWindow("sliding_window", "layer_types"),
+    scales=Scales(
+        embedding=embedding_scale,
+        attention=_attention_scale,
+        attention_cap="attn_logit_softcapping",
+        logit_cap="final_logit_softcapping",
+    ),
 )
 
 
@@ -53,8 +55,8 @@ GEMMA = replace(
     name="Gemma",
     model_type="gemma",
     summary="Llama's layout with gains stored as 1 + weight, embeddings times the root of their width.",
-    unit_offset=True,
-    embedding_scale=embedding_scale,
+    norms=Norms(unit_offset=True),
+    scales=Scales(embedding=embedding_scale),
     unsupported=_gemma_unsupported,
 )
 
@@ -71,6 +73,7 @@ GEMMA3 = replace(
     model_type="gemma3_text",
     summary="Gemma2 with norms of heads in place of caps, and rotary positions by kind of layer.",
     attention=replace(GEMMA2.attention, heads=(HeadNorm(),)),
-    attention_softcap=None,  # transformers caps no scores here, whatever attn_logit_softcapping says
+    # transformers caps no scores here, whatever attn_logit_softcapping says
+    scales=replace(GEMMA2.scales, attention_cap=None),
     unsupported=_gemma3_unsupported,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from surgeon.models.families.base import Family
+from surgeon.models.families.base import Family, Positions
 from surgeon.models.families.deepseek import DEEPSEEK_V3
 from surgeon.models.families.llama import LLAMA
 from surgeon.models.families.phi import PHI3
@@ -20,8 +20,7 @@ GLM = replace(
         "Llama's functions with gate and up packed into one projection; neighbouring features turn, half of a head's."
     ),
     mlp=PHI3.mlp,
-    partly_rotary=True,
-    rotary_neighbours=True,
+    positions=Positions(partial=True, neighbours=True),
 )
 
 
@@ -50,7 +49,7 @@ GLM4_MOE = replace(
     summary="Llama's attention, a part of whose features turns, and DeepSeek-V3's mixtures.",
     mlp=DEEPSEEK_V3.mlp,
     intermediate=DEEPSEEK_V3.intermediate,
-    partly_rotary=True,
+    positions=Positions(partial=True),
+    entries=DEEPSEEK_V3.entries,
     variant=_variant,
-    follow_mlp=DEEPSEEK_V3.follow_mlp,
 )

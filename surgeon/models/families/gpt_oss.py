@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from surgeon.models.families.base import AttentionWindow
 from surgeon.models.families.llama import LLAMA
 from surgeon.models.families.mixtures import MIXTURE, ROUTED
 from surgeon.models.families.specs import Projection
@@ -42,6 +43,5 @@ GPT_OSS = replace(
             clamped_gate=_clamped_gate,
         ),
     ),
-    window="sliding_window",
-    window_layers="layer_types",
+    window=AttentionWindow("sliding_window", "layer_types"),
 )

@@ -8,7 +8,16 @@ from dataclasses import replace
 from typing import Any
 
 from surgeon.errors import shown
-from surgeon.models.families.base import Factor, Family
+from surgeon.models.families.base import (
+    AttentionWindow,
+    ConfigEntries,
+    Dropouts,
+    Factor,
+    Family,
+    Norms,
+    Positions,
+    Scales,
+)
 from surgeon.models.families.specs import (
     Growth,
     HeadNorm,
@@ -46,12 +55,8 @@ LLAMA = Family(
             Projection("down", "mlp.down_proj", "neurons", reads_stream=False),
         ),
     ),
-    norm_kind="rms",
-    norm_epsilon="rms_norm_eps",
     activation="hidden_act",
     intermediate="intermediate_size",
-    gated=True,
-    rotary=True,
 )
 
 
@@ -68,10 +73,9 @@ SMOLLM3 = replace(
     name="SmolLM3",
     model_type="smollm3",
     summary="Llama's layout; some layers have no positions at all, and windows if configured.",
-    rotary_layers="no_rope_layers",  # 1 for a layer that has them, whatever the name says
-    layer_lists=("layer_types", "no_rope_layers"),
-    window="sliding_window",
-    window_layers="layer_types",
+    positions=Positions(layers="no_rope_layers"),  # 1 for a layer that has them, whatever the name says
+    window=AttentionWindow("sliding_window", "layer_types"),
+    entries=ConfigEntries(lists=("layer_types", "no_rope_layers")),
     unsupported=_smollm3_unsupported,
 )
 
@@ -103,10 +107,12 @@ GRANITE = replace(
     name="Granite",
     model_type="granite",
     summary="Llama's layout, with factors on embeddings, attention scores, sublayer outputs and logits.",
-    embedding_scale=Factor("embedding_multiplier"),
-    attention_scale=_attention_scale,
-    output_scale=Factor("residual_multiplier"),
-    logit_scale=_logit_scale,
+    scales=Scales(
+        embedding=Factor("embedding_multiplier"),
+        attention=_attention_scale,
+        output=Factor("residual_multiplier"),
+        logits=_logit_scale,
+    ),
     unsupported=_granite_unsupported,
 )
 
@@ -116,7 +122,7 @@ SEED_OSS = replace(
     name="Seed-OSS",
     model_type="seed_oss",
     summary=("Llama's layout, with heads of a width of their own, biases to configure, and dropout inside sublayers."),
-    module_dropout="residual_dropout",
+    dropout=Dropouts(module="residual_dropout"),
 )
 
 
@@ -132,12 +138,9 @@ STARCODER2 = replace(
             Projection("down", "mlp.c_proj", "neurons", reads_stream=False),
         ),
     ),
-    norm_kind="layer",
-    norm_epsilon="norm_epsilon",
-    gated=False,
-    module_dropout="residual_dropout",
-    embedding_dropout="embedding_dropout",
-    window="sliding_window",
+    norms=Norms("layer", "norm_epsilon"),
+    window=AttentionWindow("sliding_window"),
+    dropout=Dropouts(module="residual_dropout", embedding="embedding_dropout"),
 )
 
 
@@ -179,10 +182,9 @@ STABLELM = replace(
     summary=("Llama's layout with layer norms that have shifts, partly rotary; attention beside MLP if configured."),
     attention=replace(LLAMA.attention, counts=("num_heads", "num_key_value_heads")),
     mlp=replace(LLAMA.mlp, stages=(*LLAMA.mlp.stages, "dropout")),
-    norm_kind="layer",
-    norm_epsilon="layer_norm_eps",
-    partly_rotary=True,
-    mlp_dropout="hidden_dropout",
+    norms=Norms("layer", "layer_norm_eps"),
+    positions=Positions(partial=True),
+    dropout=Dropouts(mlp="hidden_dropout"),
     heads_fill_stream=True,
     variant=_stablelm_variant,
     unfusable=_unfusable,
@@ -269,13 +271,9 @@ LLAMA4 = replace(
     model_type="llama4_text",
     summary=("attentions over chunks, layers without positions, and mixtures whose experts read weighed inputs."),
     mlp=_MIXTURE,
-    rotary_neighbours=True,
-    rotary_layers="no_rope_layers",  # 1 for a layer that has them, whatever the name says
-    layer_lists=("layer_types", "no_rope_layers"),
-    window="attention_chunk_size",
-    window_layers="layer_types",
-    chunked=True,
+    positions=Positions(neighbours=True, layers="no_rope_layers"),
+    window=AttentionWindow("attention_chunk_size", layers="layer_types", chunked=True),
+    entries=replace(SMOLLM3.entries, follow_mlp=_follow_mlp),
     variant=_llama4_variant,
-    follow_mlp=_follow_mlp,
     unsupported=_llama4_unsupported,
 )

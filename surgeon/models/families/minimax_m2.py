@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from surgeon.models.families.base import Positions
 from surgeon.models.families.llama import LLAMA
 from surgeon.models.families.mistral import MIXTRAL
 from surgeon.models.families.olmo import OLMOE
@@ -25,5 +26,5 @@ MINIMAX_M2 = replace(
         mixture=replace(MIXTRAL.mixture, routing=_routing, correction="mlp.e_score_correction_bias"),
     ),
     stored_names=MIXTRAL.stored_names,
-    partly_rotary=True,
+    positions=Positions(partial=True),
 )

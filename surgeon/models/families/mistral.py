@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from surgeon.models.families.base import Family
+from surgeon.models.families.base import AttentionWindow, Family
 from surgeon.models.families.llama import LLAMA
 from surgeon.models.families.mixtures import MIXTURE, ROUTED, stacked_experts
 from surgeon.models.families.specs import Growth
@@ -14,7 +14,7 @@ MISTRAL = replace(
     name="Mistral",
     model_type="mistral",
     summary="Llama's layout; some versions have a sliding attention window in every layer.",
-    window="sliding_window",
+    window=AttentionWindow("sliding_window"),
 )
 
 
@@ -23,7 +23,7 @@ MINISTRAL = replace(
     name="Ministral",
     model_type="ministral",
     summary="Mistral with windows in some layers.",
-    window_layers="layer_types",
+    window=AttentionWindow("sliding_window", "layer_types"),
 )
 
 
@@ -60,5 +60,5 @@ MIXTRAL = replace(
         mixture=replace(ROUTED, count="num_local_experts", routing=_routing),
     ),
     stored_names=(("mlp.", "block_sparse_moe."),),
-    window="sliding_window",
+    window=AttentionWindow("sliding_window"),
 )

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from surgeon.models.families.base import Family
+from surgeon.models.families.base import AttentionWindow, Family, Norms, Positions
 from surgeon.models.families.llama import LLAMA
 from surgeon.models.families.mixtures import MIXTURE
 from surgeon.models.families.specs import Clamp, HeadNorm, StreamNorm
@@ -20,8 +20,7 @@ OLMO = replace(
     name="OLMo",
     model_type="olmo",
     summary="Llama's layout with layer norms that have neither gain nor shift, and bounded projections.",
-    norm_kind="plain",
-    norm_epsilon=1e-5,
+    norms=Norms("plain", 1e-5),
     variant=_olmo_variant,
 )
 
@@ -47,8 +46,7 @@ OLMO3 = replace(
     name="OLMo3",
     model_type="olmo3",
     summary="OLMo2 with windows in most layers, and rotary positions by kind of layer.",
-    window="sliding_window",
-    window_layers="layer_types",
+    window=AttentionWindow("sliding_window", "layer_types"),
 )
 
 
@@ -71,7 +69,7 @@ OLMOE = replace(
 
 
 def _variant(family: Family, config: Any) -> Family:
-    return replace(family, rotary_in_windows=config.sliding_window is not None)
+    return replace(family, positions=Positions(in_windows=config.sliding_window is not None))
 
 
 EXAONE4 = replace(

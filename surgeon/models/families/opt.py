@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from surgeon.models.families.base import Family
+from surgeon.models.families.base import ConfigEntries, Dropouts, Family, Norms, Positions
 from surgeon.models.families.specs import Projection, StreamNorm, SublayerSpec
 
 
@@ -24,8 +24,10 @@ def _unfusable(config: Any) -> str | None:
 
 
 def _variant(family: Family, config: Any) -> Family:
-    has_gains = config.layer_norm_elementwise_affine
-    return replace(family, norm_kind="layer" if has_gains else "plain", off_ranks=_unfusable(config))
+    family = replace(family, off_ranks=_unfusable(config))
+    if config.layer_norm_elementwise_affine:
+        return family
+    return replace(family, norms=replace(family.norms, kind="plain"))
 
 
 def _follow_width(config: Any, width: int) -> dict[str, Any]:
@@ -59,18 +61,13 @@ OPT = Family(
             Projection("down", "fc2", "neurons", reads_stream=False),
         ),
     ),
-    norm_kind="layer",
-    norm_epsilon=1e-5,
     activation="activation_function",
     intermediate="ffn_dim",
-    gated=False,
-    rotary=False,
-    position_embedding="model.decoder.embed_positions",
-    position_offset=2,
-    positions_from_mask=True,
-    dropout="dropout",
+    norms=Norms("layer", 1e-5),
+    positions=Positions("model.decoder.embed_positions", offset=2, from_mask=True),
+    dropout=Dropouts("dropout"),
+    entries=ConfigEntries(follow_width=_follow_width),
     heads_fill_stream=True,
-    follow_width=_follow_width,
     unsupported=_unsupported,
     unfusable=_unfusable,
     variant=_variant,

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from surgeon.models.families.base import AttentionWindow, Dropouts, Norms, Positions
 from surgeon.models.families.llama import LLAMA
 from surgeon.models.families.specs import Projection
 
@@ -31,13 +32,10 @@ PHI = replace(
             Projection("down", "mlp.fc2", "neurons", reads_stream=False),
         ),
     ),
-    norm_kind="layer",
-    norm_epsilon="layer_norm_eps",
-    gated=False,
-    partly_rotary=True,
+    norms=Norms("layer", "layer_norm_eps"),
+    positions=Positions(partial=True),
+    dropout=Dropouts("resid_pdrop", embedding="embd_pdrop"),
     head_bias=True,
-    dropout="resid_pdrop",
-    embedding_dropout="embd_pdrop",
     steps_per_layer=1,
     unsupported=_unsupported,
 )
@@ -67,8 +65,7 @@ PHI3 = replace(
             Projection("down", "mlp.down_proj", "neurons", reads_stream=False),
         ),
     ),
-    partly_rotary=True,
-    computes_anew=True,
-    dropout="resid_pdrop",
-    window="sliding_window",
+    positions=Positions(partial=True, computes_anew=True),
+    dropout=Dropouts("resid_pdrop"),
+    window=AttentionWindow("sliding_window"),
 )

@@ -14,11 +14,11 @@ LOCAL = ("sliding_attention", "local", "chunked_attention")
 def windowed_layers(family: Family, config: Any) -> list[bool]:
     """Which layers' attentions look at a window only."""
     layers = int(config.num_hidden_layers)
-    if family.window is None or getattr(config, family.window) is None:
+    if family.window.tokens is None or getattr(config, family.window.tokens) is None:
         return [False] * layers
-    if family.window_layers is None:
+    if family.window.layers is None:
         return [True] * layers
-    return [kind in LOCAL for kind in getattr(config, family.window_layers)]
+    return [kind in LOCAL for kind in getattr(config, family.window.layers)]
 
 
 def attention_windows(family: Family, config: Any, layers: int) -> tuple[int | None, ...]:
@@ -27,45 +27,45 @@ def attention_windows(family: Family, config: Any, layers: int) -> tuple[int | N
     Raises:
         ValueError: if the configuration does not say which layers have a window, or it is below 1.
     """
-    window = None if family.window is None else getattr(config, family.window)
-    if window is None:
+    if family.window.tokens is None or (window := getattr(config, family.window.tokens)) is None:
         return ()
-    if family.window_layers is None:
+    if family.window.layers is None:
         windowed = [True] * layers
     else:
         windowed = windowed_layers(family, config)
     if len(windowed) != layers:
         raise ValueError(
-            f"{family.window_layers} in config.json has an entry for each of {len(windowed)} layers, and the "
+            f"{family.window.layers} in config.json has an entry for each of {len(windowed)} layers, and the "
             f"checkpoint holds {layers}; attention windows need one for each"
         )
     if not any(windowed):  # Qwen2-MoE's window is 0 then
         return ()
     if window < 1:
-        raise ValueError(f"{family.window} must be at least 1 token, not {window}")
+        raise ValueError(f"{family.window.tokens} must be at least 1 token, not {window}")
     return tuple(window if here else None for here in windowed)
 
 
 def rotated_layers(family: Family, config: Any) -> list[bool]:
     """Which layers' attentions have rotary positions."""
-    if family.rotary_in_windows:
+    positions = family.positions
+    if positions.in_windows:
         return windowed_layers(family, config)
-    if family.rotary_layers is None or getattr(config, family.rotary_layers) is None:
-        return [family.rotary] * int(config.num_hidden_layers)
-    return list(map(bool, getattr(config, family.rotary_layers)))
+    if positions.layers is None or getattr(config, positions.layers) is None:
+        return [positions.rotary] * int(config.num_hidden_layers)
+    return list(map(bool, getattr(config, positions.layers)))
 
 
 def rope_kinds(family: Family, config: Any) -> list[str | None]:
-    """What `Family.rope` calls each layer's rotary positions, where not all layers have the same; else None."""
+    """What a config calls each layer's rotary positions, where not all layers have the same; else None."""
     kinds = getattr(config, "layer_types", None) or []
-    if any(kind in family.rope(config) for kind in kinds):
+    if any(kind in family.positions.rope(config) for kind in kinds):
         return list(kinds)
     return [None] * int(config.num_hidden_layers)
 
 
 def rope_of(family: Family, config: Any, kind: str | None = None) -> dict[str, Any]:
-    """What a config says of the rotary positions of one of `rope_kinds`."""
-    rope = family.rope(config)
+    """A config's entries on the rotary positions of one of `rope_kinds`."""
+    rope = family.positions.rope(config)
     if kind is not None:
         rope = rope[kind]
     return rope
@@ -86,7 +86,7 @@ def rotary_angles(family: Family, config: Any, kind: str | None = None) -> tuple
         return tuple(frequencies.tolist()), float(scale)
     # Plain ones, in float32 as `transformers` has them: its own stand in modeling files, which take long to import.
     width = family.head_dim(config)
-    if family.partly_rotary:
+    if family.positions.partial:
         width = int(width * rope.get("partial_rotary_factor", 1.0))
     powers = torch.arange(0, width, 2, dtype=torch.float32) / width
     return tuple((1.0 / rope["rope_theta"] ** powers).tolist()), 1.0
@@ -115,7 +115,7 @@ def long_rotary_angles(
 
 def longest_text(family: Family, config: Any) -> int:
     """How many tokens a text may have under this config; learned positions are counted where they are stored."""
-    rope = (family.rope(config) or {}) if family.rotary else {}
+    rope = (family.positions.rope(config) or {}) if family.positions.rotary else {}
     times = rope.get("factor") if rope.get("rope_type") == "dynamic" else 1
     if not isinstance(times, int | float) or not 1 <= times < math.inf:  # `rotary_angles` cannot be had then
         times = 1

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from surgeon.models.families.base import Family
+from surgeon.models.families.base import AttentionWindow, ConfigEntries, Family, Norms, Positions
 from surgeon.models.families.llama import LLAMA
 from surgeon.models.families.mixtures import MIXTURE, ROUTED
 from surgeon.models.families.specs import HeadNorm, Projection, StreamNorm, SublayerSpec
@@ -17,8 +17,7 @@ QWEN2 = replace(
     name="Qwen2",
     model_type="qwen2",
     summary="Llama's layout with biases on q, k and v, and sliding windows in some layers if configured.",
-    window="sliding_window",
-    window_layers="layer_types",
+    window=AttentionWindow("sliding_window", "layer_types"),
 )
 
 
@@ -28,8 +27,7 @@ QWEN3 = replace(
     model_type="qwen3",
     summary="Llama's layout with a norm on every head's query and key.",
     attention=replace(LLAMA.attention, heads=(HeadNorm(),)),
-    window="sliding_window",
-    window_layers="layer_types",
+    window=AttentionWindow("sliding_window", "layer_types"),
 )
 
 
@@ -55,9 +53,9 @@ QWEN3_MOE = replace(
     summary="Qwen3's attention, and mixtures of experts in most layers.",
     mlp=MIXTURE,
     intermediate="moe_intermediate_size",
-    window_layers=None,
+    window=AttentionWindow("sliding_window"),
+    entries=ConfigEntries(follow_mlp=_follow_mlp),
     variant=_qwen3_moe_variant,
-    follow_mlp=_follow_mlp,
 )
 
 
@@ -138,9 +136,9 @@ QWEN3_NEXT = replace(
     ),
     attention=GATED,
     mlp=WEIGHED,
-    unit_offset=True,
-    partly_rotary=True,
-    window=None,
+    norms=Norms(unit_offset=True),
+    positions=Positions(partial=True),
+    window=AttentionWindow(),
     variant=_qwen3_next_variant,
 )
 
@@ -166,10 +164,9 @@ QWEN3_5 = replace(
     model_type="qwen3_5_text",
     summary="Qwen3-Next with dense MLPs or with mixtures in all layers, its projections unpacked.",
     attention=GATED,
-    unit_offset=True,
-    partly_rotary=True,
-    window=None,
-    window_layers=None,
+    norms=Norms(unit_offset=True),
+    positions=Positions(partial=True),
+    window=AttentionWindow(),
     variant=_qwen3_5_variant,
     unfusable=_unfusable,
 )
@@ -191,5 +188,5 @@ QWEN2_MOE = replace(
     summary="Qwen2's attention, and mixtures of experts with a gated shared one in most layers.",
     attention=QWEN2.attention,
     mlp=WEIGHED,
-    window_layers=QWEN2.window_layers,
+    window=QWEN2.window,
 )

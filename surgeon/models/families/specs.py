@@ -281,15 +281,9 @@ class SublayerSpec:
     @property
     def stream_norms(self) -> dict[str, str]:
         """Paths of the norms among its stages: "norm" lies before the first module, "post_norm" behind it."""
-        found = {}
-        name = "norm"
-        for stage in self.stages:
-            if isinstance(stage, StreamNorm):
-                assert name not in found, "a sublayer has at most one norm before its modules, and one behind them"
-                found[name] = stage.path
-            else:
-                name = "post_norm"
-        return found
+        first = self.stages.index(self.module)
+        norms = [(at, stage.path) for at, stage in enumerate(self.stages) if isinstance(stage, StreamNorm)]
+        return {"norm" if at < first else "post_norm": path for at, path in norms}
 
     @property
     def norms(self) -> dict[str, str]:

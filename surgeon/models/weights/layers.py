@@ -62,7 +62,7 @@ class StoredWeights:
     @property
     def position_rows(self) -> int:
         """Rows of a learned position embedding, 0 without one."""
-        path = self.family.position_embedding
+        path = self.family.positions.embedding
         if path is None:
             return 0
         return self.shape(f"{path}.weight")[0]

@@ -174,7 +174,7 @@ class ModelWeights(StoredWeights):
         found = {}
         spec = self.spec(sublayer)
         for what, path in spec.norms.items():
-            needed = self.family.norm_parts[:1] if what in spec.stream_norms else ("weight",)
+            needed = self.family.norms.parts[:1] if what in spec.stream_norms else ("weight",)
             for part in ("weight", "bias"):
                 paths = [f"{self.prefix(layer)}{path}.{part}" for layer in sublayer.layers]
                 if part in needed or paths[0] in self:

@@ -35,7 +35,7 @@ def read(
 
 def final_norm(source: ModelWeights, plan: Plan, device: torch.device) -> Norm:
     """The norm before the head."""
-    if plan.family.norm_kind == "plain":
+    if plan.family.norms.kind == "plain":
         return plain_norm(plan, device)
     path = plan.family.final_norm
     paths = [one for part in ("weight", "bias") if (one := f"{path}.{part}") in source]
@@ -56,9 +56,9 @@ class Ends:
         if plan.embedding_scale is not None:  # rounded to the dtype first
             self._scale = float(torch.tensor(plan.embedding_scale, dtype=torch_dtype(plan)))
         self.positions: Tensor | None = None
-        if family.position_embedding is not None:
-            path = f"{family.position_embedding}.weight"
-            self.positions = read(source, plan, device, path)[family.position_offset :]
+        if family.positions.embedding is not None:
+            path = f"{family.positions.embedding}.weight"
+            self.positions = read(source, plan, device, path)[family.positions.offset :]
         self.final_norm = final_norm(source, plan, device)
 
     def scaled(self, embedded: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ def plan_kernels(plan: Plan, like: Tensor) -> Kernels | None:
 
 def gain_of(stored: Tensor, plan: Plan) -> Tensor:
     """What an RMS norm multiplies with, of its stored gain."""
-    if plan.family.unit_offset:  # 1 + a small number would lose the small one's digits in 16 bits
+    if plan.family.norms.unit_offset:  # 1 + a small number would lose the small one's digits in 16 bits
         return 1 + stored.to(torch.promote_types(stored.dtype, torch.float32))
     return stored
 
@@ -80,7 +80,7 @@ class Norm:
         self.gain = gain_of(tensors[f"{path}.weight"], plan)
         self.shift = tensors.get(f"{path}.bias")
         self.epsilon = plan.epsilon
-        self.rms = plan.family.norm_kind == "rms"
+        self.rms = plan.family.norms.kind == "rms"
         self.kernels = plan_kernels(plan, self.gain) if self.rms else None
         self.by_kernels = self.kernels is not None
         self._triton = triton_kernels_for(self.gain)
@@ -134,7 +134,7 @@ def norm_before(tensors: Tensors, spec: SublayerSpec, plan: Plan) -> Norm | Unno
     """The norm among a sublayer's stages that lies before its modules."""
     if "norm" not in spec.stream_norms:
         return Unnormed()
-    if plan.family.norm_kind == "plain":
+    if plan.family.norms.kind == "plain":
         return plain_norm(plan, next(iter(tensors.values())).device)
     return Norm(tensors, "norm", plan)
 
@@ -178,7 +178,7 @@ class Attention:
         self.heads = count_outputs(tensors, "q") // plan.head_dim
         self.kv_heads = count_outputs(tensors, "k") // plan.head_dim
         sinks = tensors["sinks"].float().contiguous() if "sinks" in tensors else None
-        seen = None if window is None else Window(window, plan.family.chunked)
+        seen = None if window is None else Window(window, plan.family.window.chunked)
         self.weighting = Weighting(plan.attention_scale, seen, plan.attention_softcap, sinks)
         self.epsilon = plan.epsilon
         clamp = spec.head_stage(Clamp)

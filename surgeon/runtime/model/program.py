@@ -179,9 +179,9 @@ class RankProgram:
         Heads that go through layer norms are centred by their matrices.
         """
         family = self.plan.family
-        if sublayer.kind == ATTENTION and family.attention.gains == "each" and family.norm_kind != "rms":
+        if sublayer.kind == ATTENTION and family.attention.gains == "each" and family.norms.kind != "rms":
             tensors = centred(tensors, self.plan.head_dim)
-        if sublayer.kind == ATTENTION and family.rotary_neighbours and self.plan.rotaries:
+        if sublayer.kind == ATTENTION and family.positions.neighbours and self.plan.rotaries:
             return in_halves(tensors, self.plan.rotaries[0].width, self.plan.head_dim)
         return tensors
 

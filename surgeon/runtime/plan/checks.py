@@ -108,8 +108,8 @@ def make_plan(
     check_division(parsed, shared_units(source.units, latent), ranks, mixtures, sliced)
 
     positions = longest_text(family, config)
-    if family.position_embedding is not None:
-        positions = source.shape(f"{family.position_embedding}.weight")[0] - family.position_offset
+    if family.positions.embedding is not None:
+        positions = source.shape(f"{family.positions.embedding}.weight")[0] - family.positions.offset
     max_tokens = positions if max_tokens is None else max_tokens
     if max_tokens > positions:
         raise ValueError(
@@ -143,7 +143,7 @@ def make_plan(
         kv=kv,
         model_type=family.model_type,
         head_dim=source.head_dim if latent is None else latent.width,
-        epsilon=family.epsilon(config),
+        epsilon=family.norms.epsilon(config),
         activation=_activation(config, family),
         rotaries=rotaries,
         hidden=hidden,
@@ -152,13 +152,13 @@ def make_plan(
         max_tokens=max_tokens,
         tied=bool(config.tie_word_embeddings),
         ends=_end_tokens(stored.folder, config),
-        attention_scale=family.attention_scale(config),
-        attention_softcap=_softcap(config, family.attention_softcap),
+        attention_scale=family.scales.attention(config),
+        attention_softcap=_softcap(config, family.scales.attention_cap),
         windows=attention_windows(family, config, layers),
-        embedding_scale=family.embedding_scale(config),
-        output_scale=family.output_scale(config),
-        logit_scale=family.logit_scale(config),
-        logit_softcap=_softcap(config, family.softcap),
+        embedding_scale=family.scales.embedding(config),
+        output_scale=family.scales.output(config),
+        logit_scale=family.scales.logits(config),
+        logit_softcap=_softcap(config, family.scales.logit_cap),
         rotary_layers=places_among(rotaries, by_layer),
         query_factor=None if growth is None else len(rotaries) - 1,
         mixtures=mixtures,
@@ -235,8 +235,8 @@ def _expected_shapes(program: Program, source: ModelWeights, config: Any) -> dic
         shapes[f"{family.head}.weight"] = (source.shape(f"{family.embedding}.weight")[0], hidden)
     if family.head_bias:
         shapes[f"{family.head}.bias"] = (source.shape(f"{family.embedding}.weight")[0],)
-    if family.position_embedding:
-        shapes[f"{family.position_embedding}.weight"] = (None, hidden)
+    if family.positions.embedding is not None:
+        shapes[f"{family.positions.embedding}.weight"] = (None, hidden)
     for sublayer in dict.fromkeys(program.sublayers()):
         spec = family.spec(sublayer.kind, sublayer.layers[0])
         for prefix in (f"{family.layers}.{layer}." for layer in sublayer.layers):
@@ -254,7 +254,7 @@ def _expected_shapes(program: Program, source: ModelWeights, config: Any) -> dic
             if latent is not None and sublayer.kind == ATTENTION:
                 inside = f"{prefix}{spec.module}."
                 shapes |= {f"{inside}{name}.weight": size for name, size in latent.shapes(hidden).items()}
-    return shapes | {f"{norm}.{part}": (hidden,) for norm in norms for part in family.norm_parts[:1]}
+    return shapes | {f"{norm}.{part}": (hidden,) for norm in norms for part in family.norms.parts[:1]}
 
 
 def _activation(config: Any, family: Family) -> str:
@@ -292,7 +292,7 @@ def rotaries_by_layer(config: Any, family: Family, layers: int, max_tokens: int)
             )
         return listed
 
-    rotates = of_each(family.rotary_layers, rotated_layers(family, config))
+    rotates = of_each(family.positions.layers, rotated_layers(family, config))
     if not any(rotates):
         return [None] * layers
     kinds = of_each("layer_types", rope_kinds(family, config))

@@ -221,7 +221,7 @@ class Plan:
             return None
         beyond = {one.beyond for one in longer}
         by_length = len(beyond) > 1 or any(one.stretch for one in longer)
-        return LongTexts(min(beyond), by_length, self.family.computes_anew)
+        return LongTexts(min(beyond), by_length, self.family.positions.computes_anew)
 
     def rotary_of(self, attention: Sublayer) -> int | None:
         """Which of the rotary positions an attention has, if any; of averaged layers as the first one's has."""

@@ -57,7 +57,7 @@ def rack_of(whole: PreTrainedModel, racks: Racks, index: int, seed: int | None =
         tensors |= {} if tied else head
     tensors |= coda
     if index == 0:
-        tensors |= found.outside(family.embedding, family.position_embedding)
+        tensors |= found.outside(*family.embeddings)
     config = config_for(found.config, [*layers_in(own), *layers_in(private)], tied and len(racks) == 1)
     numbers = {name: one.clone(memory_format=torch.contiguous_format) for name, one in tensors.items()}
     program = renumbered(own) + renumbered(private, count)
@@ -85,7 +85,7 @@ def require_known(found: ModelTensors) -> None:
         ValueError: naming one.
     """
     family = found.family
-    known = found.outside(family.embedding, family.position_embedding, family.final_norm, family.head)
+    known = found.outside(*family.embeddings, family.final_norm, family.head)
     if (name := next((one for one in found.others if one not in known), None)) is not None:
         raise ValueError(
             f"{name} lies outside the layers, the embeddings, the final norm and the head; a model with such a tensor "
@@ -116,7 +116,7 @@ def assemble(whole: PreTrainedModel, racks: Racks, trained: Sequence[RackModel])
             layers[source] = tensors
     first = trained[0].tensors()
     last = trained[-1].tensors()
-    others = first.outside(family.embedding, family.position_embedding)
+    others = first.outside(*family.embeddings)
     others |= last.outside(family.final_norm, family.head)
     config = config_for(found.config, range(len(layers)), tied)
     model = restore(build_stretch(config, found.program, others | named_layers(family, layers), embeds=True))

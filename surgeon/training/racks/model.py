@@ -119,7 +119,7 @@ def build_stretch(
 def _silence(model: PreTrainedModel, family: Family, tensors: Mapping[str, Tensor]) -> None:
     """Put stand-ins in the place of the embeddings."""
     dtype = next(iter(tensors.values())).dtype
-    for path in filter(None, (family.embedding, family.position_embedding)):
+    for path in family.embeddings:
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, SilentEmbedding(int(model.config.hidden_size), dtype))
 
@@ -137,7 +137,7 @@ def _fill(model: PreTrainedModel, tensors: Mapping[str, Tensor], family: Family)
     model.tie_weights()
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if missing:
-        known = (family.layers, family.embedding, family.position_embedding, family.final_norm, family.head)
+        known = (family.layers, *family.embeddings, family.final_norm, family.head)
         if any(missing[0].startswith(f"{path}.") for path in known):
             raise ValueError(f"the tensor {missing[0]} is missing")
         raise ValueError(
@@ -185,12 +185,10 @@ class ModelTensors:
         """The model's architecture."""
         return family_of(self.config)
 
-    def outside(self, *paths: str | None) -> dict[str, Tensor]:
+    def outside(self, *paths: str) -> dict[str, Tensor]:
         """The tensors of modules outside the layers."""
         return {
-            name: tensor
-            for name, tensor in self.others.items()
-            if any(path is not None and name.startswith(f"{path}.") for path in paths)
+            name: tensor for name, tensor in self.others.items() if any(name.startswith(f"{path}.") for path in paths)
         }
 
     def named(self) -> dict[str, Tensor]:

@@ -78,7 +78,7 @@ def _narrower(config: ScratchConfig, scale: float) -> dict[str, Any]:
     filled = heads * width == full.hidden_size
     stream = heads * head if filled else _rounded(full.hidden_size * scale)
     narrow: dict[str, Any] = (
-        {"hidden_size": stream} | ({} if filled else {"head_dim": head}) | family.follow_width(full, stream)
+        {"hidden_size": stream} | ({} if filled else {"head_dim": head}) | family.entries.follow_width(full, stream)
     )
     for name in layer_of_each_width(full, family):
         narrow[name] = _rounded(scale * (getattr(full, name) or 4 * full.hidden_size))  # as GPT-2 fills it in

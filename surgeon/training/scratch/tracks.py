@@ -156,7 +156,7 @@ def _widths(config: PreTrainedConfig, family: Family, count: int) -> dict[str, A
     step = heads * WIDTH_STEP if family.heads_fill_stream else math.lcm(heads, WIDTH_STEP)
     width = step * max(1, round(config.hidden_size / math.sqrt(count) / step))
     own = {} if family.heads_fill_stream else {"head_dim": family.head_dim(config)}
-    return {"hidden_size": width} | own | family.follow_width(config, width)
+    return {"hidden_size": width} | own | family.entries.follow_width(config, width)
 
 
 def _matching_neurons(

@@ -157,8 +157,8 @@ def test_a_rack_holds_nothing_of_the_others(family: str) -> None:
     )
     assert sum(one.numel() for one in last.model.parameters()) == 2 * layer + output
     embeddings = [whole.get_submodule(first.layers.family.embedding)]
-    if first.layers.family.position_embedding:
-        embeddings.append(whole.get_submodule(first.layers.family.position_embedding))
+    if not first.layers.family.positions.rotary:
+        embeddings.append(whole.get_submodule(first.layers.family.embeddings[-1]))
     begins = sum(one.numel() for module in embeddings for one in module.parameters())
     assert sum(one.numel() for one in first.model.parameters()) == 3 * layer + output + begins
     assert any(isinstance(module, SilentEmbedding) for module in last.model.modules())
