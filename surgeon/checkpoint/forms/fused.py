@@ -112,7 +112,7 @@ class FusedPlanner(TensorPlanner):
             if len(sublayers) > 1:  # the gains and shifts of all of them are folded into what follows
                 compute = partial(_as, gain if part == "weight" else torch.zeros_like, compute)
             tensors[f"{written}.{part}"] = compute
-        for path in () if spec.head_norm is None else spec.head_norm.paths.values():
+        for path in spec.head_norm.paths.values():
             tensors[f"{path}.weight"] = partial(self._head_gains, sublayers, f"{path}.weight")
         return tensors
 
@@ -370,7 +370,7 @@ def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, 
         "embedding_scale": family.scales.embedding(config) or 1.0,
         "output_scale": family.scales.output(config) or 1.0,
         "logit_scale": family.scales.logits(config) or 1.0,
-        "head_norm": family.attention.head_norm is not None,
+        "head_norm": family.attention.head_norm.gains is not None,
         # How far each layer's attention looks, in the words that `transformers` has for masks.
         "layer_types": [
             "sliding_attention" if windowed[layer.sources[0]] else "full_attention" for layer in layout.layers
@@ -402,7 +402,7 @@ def _widths(layer: StoredLayer, family: Family, units: dict[Unit, int]) -> dict[
     groups = groups_of(layer.attention, units["kv_heads"])
     per_group = units["heads"] // units["kv_heads"]
     found: dict[str, Any] = {"skip": layer.lacks} if layer.lacks else {}
-    if groups and family.attention.head_norm is not None:
+    if groups and family.attention.head_norm.gains is not None:
         found["head_norm_turns"] = sum(groups) // math.gcd(*groups)
     if groups:
         found |= {"num_attention_heads": sum(groups) * per_group, "num_key_value_heads": sum(groups)}

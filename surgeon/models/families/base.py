@@ -7,7 +7,7 @@ that adding an architecture is adding one description. See docs/extending.md, "A
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
@@ -247,6 +247,10 @@ class Family:
         """The description of a sublayer of kind "A" or "F" in a layer; without one, in most of them."""
         own = None if layer is None else self._layer_specs.get((kind, layer))
         return own or (self.attention if kind == ATTENTION else self.mlp)
+
+    def with_spec(self, kind: str, layers: Iterable[int], spec: SublayerSpec) -> Family:
+        """The same with other sublayers of a kind in some layers."""
+        return replace(self, layer_specs=(*self.layer_specs, *((kind, layer, spec) for layer in layers)))
 
     @cached_property
     def _layer_specs(self) -> dict[tuple[str, int], SublayerSpec]:

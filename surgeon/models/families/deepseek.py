@@ -14,7 +14,7 @@ from typing import Any
 from surgeon.models.families.base import ConfigEntries, Family, Scales
 from surgeon.models.families.llama import LLAMA
 from surgeon.models.families.mixtures import MIXTURE, ROUTED
-from surgeon.models.families.specs import Latent, Projection, SublayerSpec
+from surgeon.models.families.specs import Latent, SublayerSpec, shared_projections
 from surgeon.models.routing import Routing
 
 _ATTENTION = ("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
@@ -76,7 +76,7 @@ def _unsupported(config: Any) -> str | None:
 def _variant(family: Family, config: Any) -> Family:
     dense = replace(LLAMA.mlp, width="intermediate_size")
     first = min(config.first_k_dense_replace, config.num_hidden_layers)
-    return replace(family, layer_specs=tuple(("F", layer, dense) for layer in range(first)))
+    return family.with_spec("F", range(first), dense)
 
 
 def _follow_mlp(config: Any, sources: Sequence[int]) -> dict[str, Any]:
@@ -97,9 +97,7 @@ _MIXTURE = replace(
     MIXTURE,
     projections=(
         *MIXTURE.projections,
-        Projection("shared_gate", "mlp.shared_experts.gate_proj", "shared_neurons"),
-        Projection("shared_up", "mlp.shared_experts.up_proj", "shared_neurons"),
-        Projection("shared_down", "mlp.shared_experts.down_proj", "shared_neurons", reads_stream=False),
+        *shared_projections("mlp.shared_experts"),
     ),
     mixture=_ROUTED,
 )

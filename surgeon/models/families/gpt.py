@@ -15,7 +15,7 @@ from surgeon.models.families.base import (
     Scales,
 )
 from surgeon.models.families.phi import PHI
-from surgeon.models.families.specs import Projection, StreamNorm, SublayerSpec
+from surgeon.models.families.specs import StreamNorm, SublayerSpec, attention_projections, plain_projections
 
 
 def _gpt2_unsupported(config: Any) -> str | None:
@@ -45,21 +45,13 @@ GPT2 = Family(
     head="lm_head",
     attention=SublayerSpec(
         stages=(StreamNorm("ln_1"), "attn"),
-        projections=(
-            Projection("q", "attn.c_attn", "heads", transposed=True),
-            Projection("k", "attn.c_attn", "heads", transposed=True),
-            Projection("v", "attn.c_attn", "heads", transposed=True),
-            Projection("o", "attn.c_proj", "heads", reads_stream=False, transposed=True),
-        ),
+        projections=attention_projections("attn", "c_attn", "c_proj", kv="heads", transposed=True),
         counts=("split_size", "c_attn.nf"),
         cache_slot="attn.layer_idx",
     ),
     mlp=SublayerSpec(
         stages=(StreamNorm("ln_2"), "mlp"),
-        projections=(
-            Projection("up", "mlp.c_fc", "neurons", transposed=True),
-            Projection("down", "mlp.c_proj", "neurons", reads_stream=False, transposed=True),
-        ),
+        projections=plain_projections("mlp.c_fc", "mlp.c_proj", transposed=True),
         counts=("c_fc.nf",),
     ),
     activation="activation_function",
@@ -93,21 +85,13 @@ GPT_NEO = Family(
     head="lm_head",
     attention=SublayerSpec(
         stages=(StreamNorm("ln_1"), "attn"),
-        projections=(
-            Projection("q", "attn.attention.q_proj", "heads"),
-            Projection("k", "attn.attention.k_proj", "heads"),
-            Projection("v", "attn.attention.v_proj", "heads"),
-            Projection("o", "attn.attention.out_proj", "heads", reads_stream=False),
-        ),
+        projections=attention_projections("attn.attention", o="out_proj", kv="heads"),
         counts=("attention.num_heads",),
         cache_slot="attn.attention.layer_id",
     ),
     mlp=SublayerSpec(
         stages=(StreamNorm("ln_2"), "mlp"),
-        projections=(
-            Projection("up", "mlp.c_fc", "neurons"),
-            Projection("down", "mlp.c_proj", "neurons", reads_stream=False),
-        ),
+        projections=plain_projections("mlp.c_fc", "mlp.c_proj"),
     ),
     activation="activation_function",
     intermediate="intermediate_size",
@@ -155,21 +139,13 @@ GPTJ = replace(
     final_norm="transformer.ln_f",
     attention=replace(
         GPT2.attention,
-        projections=(
-            Projection("q", "attn.q_proj", "heads"),
-            Projection("k", "attn.k_proj", "heads"),
-            Projection("v", "attn.v_proj", "heads"),
-            Projection("o", "attn.out_proj", "heads", reads_stream=False),
-        ),
+        projections=attention_projections("attn", o="out_proj", kv="heads"),
         counts=("num_attention_heads",),
     ),
     mlp=replace(
         PHI.mlp,
         stages=(GPT2.attention.stages[0], "mlp"),
-        projections=(
-            Projection("up", "mlp.fc_in", "neurons"),
-            Projection("down", "mlp.fc_out", "neurons", reads_stream=False),
-        ),
+        projections=plain_projections("mlp.fc_in", "mlp.fc_out"),
     ),
     activation=GPT2.activation,
     intermediate=GPT2.intermediate,
@@ -198,20 +174,12 @@ GPT_NEOX = Family(
     head="lm_head",
     attention=SublayerSpec(
         stages=(StreamNorm("input_layernorm"), "attention"),
-        projections=(
-            Projection("q", "attention.query_key_value", "heads", interleaved=True),
-            Projection("k", "attention.query_key_value", "heads", interleaved=True),
-            Projection("v", "attention.query_key_value", "heads", interleaved=True),
-            Projection("o", "attention.dense", "heads", reads_stream=False),
-        ),
+        projections=attention_projections("attention", "query_key_value", "dense", kv="heads", interleaved=True),
         cache_slot="attention.layer_idx",
     ),
     mlp=SublayerSpec(
         stages=(StreamNorm("post_attention_layernorm"), "mlp"),
-        projections=(
-            Projection("up", "mlp.dense_h_to_4h", "neurons"),
-            Projection("down", "mlp.dense_4h_to_h", "neurons", reads_stream=False),
-        ),
+        projections=plain_projections("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
     ),
     activation="hidden_act",
     intermediate="intermediate_size",
@@ -271,12 +239,7 @@ FALCON = replace(
     attention=replace(
         GPT_NEOX.attention,
         stages=(StreamNorm("input_layernorm"), "self_attention"),
-        projections=(
-            Projection("q", "self_attention.query_key_value", "heads", interleaved=True),
-            Projection("k", "self_attention.query_key_value", "kv_heads", interleaved=True),
-            Projection("v", "self_attention.query_key_value", "kv_heads", interleaved=True),
-            Projection("o", "self_attention.dense", "heads", reads_stream=False),
-        ),
+        projections=attention_projections("self_attention", "query_key_value", "dense", interleaved=True),
         counts=("num_heads", "num_kv_heads"),
         cache_slot="self_attention.layer_idx",
     ),

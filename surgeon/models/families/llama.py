@@ -27,6 +27,10 @@ from surgeon.models.families.specs import (
     Stage,
     StreamNorm,
     SublayerSpec,
+    attention_projections,
+    gated_projections,
+    plain_projections,
+    shared_projections,
 )
 from surgeon.models.routing import Routing
 
@@ -40,20 +44,11 @@ LLAMA = Family(
     head="lm_head",
     attention=SublayerSpec(
         stages=(StreamNorm("input_layernorm"), "self_attn"),
-        projections=(
-            Projection("q", "self_attn.q_proj", "heads"),
-            Projection("k", "self_attn.k_proj", "kv_heads"),
-            Projection("v", "self_attn.v_proj", "kv_heads"),
-            Projection("o", "self_attn.o_proj", "heads", reads_stream=False),
-        ),
+        projections=attention_projections("self_attn"),
     ),
     mlp=SublayerSpec(
         stages=(StreamNorm("post_attention_layernorm"), "mlp"),
-        projections=(
-            Projection("gate", "mlp.gate_proj", "neurons"),
-            Projection("up", "mlp.up_proj", "neurons"),
-            Projection("down", "mlp.down_proj", "neurons", reads_stream=False),
-        ),
+        projections=gated_projections("mlp"),
     ),
     activation="hidden_act",
     intermediate="intermediate_size",
@@ -131,13 +126,7 @@ STARCODER2 = replace(
     name="StarCoder2",
     model_type="starcoder2",
     summary=("Llama's attention with layer norms that have shifts, a plain MLP, biases; all layers may have windows."),
-    mlp=replace(
-        LLAMA.mlp,
-        projections=(
-            Projection("up", "mlp.c_fc", "neurons"),
-            Projection("down", "mlp.c_proj", "neurons", reads_stream=False),
-        ),
-    ),
+    mlp=replace(LLAMA.mlp, projections=plain_projections("mlp.c_fc", "mlp.c_proj")),
     norms=Norms("layer", "norm_epsilon"),
     window=AttentionWindow("sliding_window"),
     dropout=Dropouts(module="residual_dropout", embedding="embedding_dropout"),
@@ -199,12 +188,6 @@ def _shared_neurons(config: Any) -> int:
     return int(config.intermediate_size)
 
 
-def _gated(inside: str, before: str = "", unit: Any = "neurons") -> tuple[Projection, ...]:
-    """Gate, up and down projections of one MLP."""
-    roles = ("gate", "up", "down")
-    return tuple(Projection(f"{before}{one}", f"{inside}.{one}_proj", unit, one != "down") for one in roles)
-
-
 def _experts(role: str, name: str) -> Projection:
     path = f"feed_forward.experts.{name}"
     return Projection(role, path, "neurons", role != "down", transposed=True, stacked=True)
@@ -217,11 +200,7 @@ def _llama4_variant(family: Family, config: Any) -> Family:
         heads.append(Growth(float(config.attn_scale), int(config.floor_scale), ahead=1, unturned=True))
     if config.use_qk_norm:
         heads.append(HeadNorm("none"))
-    return replace(
-        family,
-        attention=replace(family.attention, heads=tuple(heads)),
-        layer_specs=tuple(("F", layer, _DENSE) for layer in dense),
-    )
+    return replace(family.with_spec("F", dense, _DENSE), attention=replace(family.attention, heads=tuple(heads)))
 
 
 def _follow_mlp(config: Any, sources: Sequence[int]) -> dict[str, Any]:
@@ -229,18 +208,14 @@ def _follow_mlp(config: Any, sources: Sequence[int]) -> dict[str, Any]:
 
 
 def _llama4_unsupported(config: Any) -> str | None:
-    layers = config.num_hidden_layers
-    listed = len(config.no_rope_layers)
-    if listed != layers:
-        return f"no_rope_layers has an entry for each of {listed} layers, and there are {layers}"
-    if config.attention_chunk_size:
-        return None
-    return "its configuration has no attention_chunk_size"
+    if not config.attention_chunk_size:
+        return "its configuration has no attention_chunk_size"
+    return _smollm3_unsupported(config)
 
 
 _STAGES: tuple[Stage, ...] = (LLAMA.mlp.stages[0], "feed_forward")
 _DENSE: SublayerSpec = replace(
-    LLAMA.mlp, stages=_STAGES, projections=_gated("feed_forward"), width="intermediate_size_mlp"
+    LLAMA.mlp, stages=_STAGES, projections=gated_projections("feed_forward"), width="intermediate_size_mlp"
 )
 _MIXTURE: SublayerSpec = replace(
     LLAMA.mlp,
@@ -249,7 +224,7 @@ _MIXTURE: SublayerSpec = replace(
         _experts("gate", "gate_up_proj"),
         _experts("up", "gate_up_proj"),
         _experts("down", "down_proj"),
-        *_gated("feed_forward.shared_expert", "shared_", "shared_neurons"),
+        *shared_projections("feed_forward.shared_expert"),
     ),
     counts=("experts.intermediate_size", "experts.expert_dim"),
     mixture=MixtureSpec(

@@ -5,9 +5,8 @@ from typing import Any
 
 from surgeon.models.families.base import AttentionWindow, Family
 from surgeon.models.families.llama import LLAMA
-from surgeon.models.families.mixtures import MIXTURE, ROUTED, stacked_experts
+from surgeon.models.families.mixtures import MIXTURE, ROUTED, normalised, stacked_experts
 from surgeon.models.families.specs import Growth
-from surgeon.models.routing import Routing
 
 MISTRAL = replace(
     LLAMA,
@@ -45,10 +44,6 @@ MINISTRAL3 = replace(
 )
 
 
-def _routing(config: Any) -> Routing:
-    return Routing(int(config.num_experts_per_tok), normalise=True)
-
-
 MIXTRAL = replace(
     LLAMA,
     name="Mixtral",
@@ -57,7 +52,7 @@ MIXTRAL = replace(
     mlp=replace(
         MIXTURE,
         projections=stacked_experts("w1", "w3", "w2"),
-        mixture=replace(ROUTED, count="num_local_experts", routing=_routing),
+        mixture=replace(ROUTED, count="num_local_experts", routing=normalised),
     ),
     stored_names=(("mlp.", "block_sparse_moe."),),
     window=AttentionWindow("sliding_window"),

@@ -25,6 +25,11 @@ def stacked_experts(gate: str = "gate_proj", up: str = "up_proj", down: str = "d
     return (of("gate", "gate_up_proj", gate), of("up", "gate_up_proj", up), of("down", "down_proj", down))
 
 
+def normalised(config: Any) -> Routing:
+    """The routing of configurations whose chosen experts have weights that come to 1."""
+    return Routing(int(config.num_experts_per_tok), normalise=True)
+
+
 def normalised_if_told(config: Any) -> Routing:
     """The routing of configurations that say whether the weights of the chosen experts are divided by their sum."""
     return Routing(int(config.num_experts_per_tok), normalise=bool(config.norm_topk_prob))

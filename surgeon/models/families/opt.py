@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from surgeon.models.families.base import ConfigEntries, Dropouts, Family, Norms, Positions
-from surgeon.models.families.specs import Projection, StreamNorm, SublayerSpec
+from surgeon.models.families.specs import StreamNorm, SublayerSpec, attention_projections, plain_projections
 
 
 def _unsupported(config: Any) -> str | None:
@@ -46,20 +46,12 @@ OPT = Family(
     head="lm_head",
     attention=SublayerSpec(
         stages=(StreamNorm("self_attn_layer_norm"), "self_attn"),
-        projections=(
-            Projection("q", "self_attn.q_proj", "heads"),
-            Projection("k", "self_attn.k_proj", "heads"),
-            Projection("v", "self_attn.v_proj", "heads"),
-            Projection("o", "self_attn.out_proj", "heads", reads_stream=False),
-        ),
+        projections=attention_projections("self_attn", o="out_proj", kv="heads"),
         counts=("num_heads",),
     ),
     mlp=SublayerSpec(
         stages=(StreamNorm("final_layer_norm"), "fc1", "activation_fn", "fc2"),
-        projections=(
-            Projection("up", "fc1", "neurons"),
-            Projection("down", "fc2", "neurons", reads_stream=False),
-        ),
+        projections=plain_projections("fc1", "fc2"),
     ),
     activation="activation_function",
     intermediate="ffn_dim",

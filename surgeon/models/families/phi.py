@@ -5,7 +5,7 @@ from typing import Any
 
 from surgeon.models.families.base import AttentionWindow, Dropouts, Norms, Positions
 from surgeon.models.families.llama import LLAMA
-from surgeon.models.families.specs import Projection
+from surgeon.models.families.specs import attention_projections, gated_projections, plain_projections
 
 
 def _unsupported(config: Any) -> str | None:
@@ -20,17 +20,11 @@ PHI = replace(
     model_type="phi",
     summary="attention beside a plain MLP behind one layer norm, biases everywhere, partly rotary.",
     final_norm="model.final_layernorm",
-    attention=replace(
-        LLAMA.attention,
-        projections=(*LLAMA.attention.projections[:3], Projection("o", "self_attn.dense", "heads", reads_stream=False)),
-    ),
+    attention=replace(LLAMA.attention, projections=attention_projections("self_attn", o="dense")),
     mlp=replace(
         LLAMA.mlp,
         stages=(LLAMA.attention.stages[0], "mlp"),
-        projections=(
-            Projection("up", "mlp.fc1", "neurons"),
-            Projection("down", "mlp.fc2", "neurons", reads_stream=False),
-        ),
+        projections=plain_projections("mlp.fc1", "mlp.fc2"),
     ),
     norms=Norms("layer", "layer_norm_eps"),
     positions=Positions(partial=True),
@@ -48,23 +42,11 @@ PHI3 = replace(
     summary="Llama's functions with q, k, v packed into one projection, and gate and up into another.",
     attention=replace(
         LLAMA.attention,
-        projections=(
-            Projection("q", "self_attn.qkv_proj", "heads"),
-            Projection("k", "self_attn.qkv_proj", "kv_heads"),
-            Projection("v", "self_attn.qkv_proj", "kv_heads"),
-            Projection("o", "self_attn.o_proj", "heads", reads_stream=False),
-        ),
+        projections=attention_projections("self_attn", "qkv_proj"),
         # It tells queries, keys and values apart by these counts.
         counts=("config.num_attention_heads", "num_key_value_heads"),
     ),
-    mlp=replace(
-        LLAMA.mlp,
-        projections=(
-            Projection("gate", "mlp.gate_up_proj", "neurons"),
-            Projection("up", "mlp.gate_up_proj", "neurons"),
-            Projection("down", "mlp.down_proj", "neurons", reads_stream=False),
-        ),
-    ),
+    mlp=replace(LLAMA.mlp, projections=gated_projections("mlp", "gate_up_proj")),
     positions=Positions(partial=True, computes_anew=True),
     dropout=Dropouts("resid_pdrop"),
     window=AttentionWindow("sliding_window"),

@@ -8,9 +8,8 @@ from typing import Any
 
 from surgeon.models.families.base import AttentionWindow, ConfigEntries, Family, Norms, Positions
 from surgeon.models.families.llama import LLAMA
-from surgeon.models.families.mixtures import MIXTURE, ROUTED
-from surgeon.models.families.specs import HeadNorm, Projection, StreamNorm, SublayerSpec
-from surgeon.models.routing import Routing
+from surgeon.models.families.mixtures import MIXTURE, ROUTED, normalised
+from surgeon.models.families.specs import HeadNorm, Projection, StreamNorm, SublayerSpec, shared_projections
 
 QWEN2 = replace(
     LLAMA,
@@ -38,7 +37,7 @@ def _is_dense(config: Any, layer: int) -> bool:
 def _qwen3_moe_variant(family: Family, config: Any) -> Family:
     dense = replace(LLAMA.mlp, width="intermediate_size")
     layers = [layer for layer in range(config.num_hidden_layers) if _is_dense(config, layer)]
-    return replace(family, layer_specs=tuple(("F", layer, dense) for layer in layers))
+    return family.with_spec("F", layers, dense)
 
 
 def _follow_mlp(config: Any, sources: Sequence[int]) -> dict[str, Any]:
@@ -106,7 +105,7 @@ def _shared_neurons(config: Any) -> int:
 def with_linear_layers(family: Family, config: Any, linear: SublayerSpec) -> Family:
     """A family whose configuration says which layers have linear attention."""
     layers = [layer for layer, kind in enumerate(config.layer_types) if kind == "linear_attention"]
-    return replace(family, layer_specs=(*family.layer_specs, *(("A", layer, linear) for layer in layers)))
+    return family.with_spec("A", layers, linear)
 
 
 _QWEN3_NEXT_LINEAR = linear_attention("in_proj_qkvz", "in_proj_ba")
@@ -120,9 +119,7 @@ WEIGHED = replace(
     MIXTURE,
     projections=(
         *MIXTURE.projections,
-        Projection("shared_gate", "mlp.shared_expert.gate_proj", "shared_neurons"),
-        Projection("shared_up", "mlp.shared_expert.up_proj", "shared_neurons"),
-        Projection("shared_down", "mlp.shared_expert.down_proj", "shared_neurons", reads_stream=False),
+        *shared_projections("mlp.shared_expert"),
     ),
     mixture=replace(ROUTED, shared_router="mlp.shared_expert_gate", shared=_shared_neurons),
 )
@@ -150,10 +147,6 @@ def _qwen3_5_variant(family: Family, config: Any) -> Family:
     return with_linear_layers(family, config, _QWEN3_5_LINEAR)
 
 
-def _routing(config: Any) -> Routing:
-    return Routing(int(config.num_experts_per_tok), normalise=True)
-
-
 def _unfusable(_: Any) -> str:
     return "layers stored side by side have neither linear attention nor gates behind their heads"
 
@@ -176,7 +169,7 @@ QWEN3_5_MOE = replace(
     name="Qwen3.5-MoE",
     model_type="qwen3_5_moe_text",
     summary="Qwen3-Next with dense MLPs or with mixtures in all layers, its projections unpacked.",
-    mlp=replace(WEIGHED, mixture=replace(WEIGHED.mixture, routing=_routing)),
+    mlp=replace(WEIGHED, mixture=replace(WEIGHED.mixture, routing=normalised)),
     intermediate="moe_intermediate_size",
 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from surgeon.models.routing import Routing
@@ -66,6 +66,7 @@ class Latent:
 
 S = TypeVar("S")
 Unit = Literal["heads", "kv_heads", "neurons", "shared_neurons"]
+HEADS: Unit = "heads"
 NEURONS = ("neurons", "shared_neurons")  # units of one feature each
 
 
@@ -117,6 +118,52 @@ class Projection:
         if self.stacked:
             return f"{self.path}_bias"
         return f"{self.path}.bias"
+
+
+def attention_projections(
+    inside: str,
+    packed: str | None = None,
+    o: str = "o_proj",
+    kv: Unit = "kv_heads",
+    interleaved: bool = False,
+    transposed: bool = False,
+) -> tuple[Projection, ...]:
+    """The linear maps of an attention.
+
+    Args:
+        inside: path of the module that has them.
+        packed: what it calls queries, keys and values in one; else they are "q_proj", "k_proj" and "v_proj".
+        o: what it calls the output's map.
+        kv: what keys and values consist of.
+        interleaved: whether the former are packed so.
+    """
+    reading = (
+        Projection(role, f"{inside}.{packed or f'{role}_proj'}", unit, True, interleaved, transposed)
+        for role, unit in (("q", HEADS), ("k", kv), ("v", kv))
+    )
+    return (*reading, Projection("o", f"{inside}.{o}", HEADS, reads_stream=False, transposed=transposed))
+
+
+def plain_projections(up: str, down: str, transposed: bool = False) -> tuple[Projection, ...]:
+    """The linear maps of an MLP without a gate, by their paths."""
+    return (
+        Projection("up", up, "neurons", transposed=transposed),
+        Projection("down", down, "neurons", reads_stream=False, transposed=transposed),
+    )
+
+
+def gated_projections(inside: str, packed: str | None = None) -> tuple[Projection, ...]:
+    """The linear maps of a gated MLP in a module, which may call gate and up in one otherwise."""
+    return (
+        Projection("gate", f"{inside}.{packed or 'gate_proj'}", "neurons"),
+        Projection("up", f"{inside}.{packed or 'up_proj'}", "neurons"),
+        Projection("down", f"{inside}.down_proj", "neurons", reads_stream=False),
+    )
+
+
+def shared_projections(inside: str) -> tuple[Projection, ...]:
+    """The linear maps of a mixture's shared experts in a module."""
+    return tuple(replace(one, role=f"shared_{one.role}", unit="shared_neurons") for one in gated_projections(inside))
 
 
 @dataclass(frozen=True)
@@ -202,18 +249,18 @@ class HeadNorm:
         gains: "shared" by all heads, (head_dim,); for "each" of them, (heads, head_dim), by norms of the stream's kind
             (Command R+); "turns", (turns, head_dim), one for each layer whose heads take turns in a fused one;
             "together", a gain for each feature of all heads, which are normed as one (OLMo2); or "none", an L2 norm
-            times the root of head_dim in layers with rotary positions (Llama 4).
+            times the root of head_dim in layers with rotary positions (Llama 4). None where there are no such norms.
         queries, keys: paths of the norms.
     """
 
-    gains: Literal["shared", "each", "turns", "together", "none"] = "shared"
+    gains: Literal["shared", "each", "turns", "together", "none"] | None = "shared"
     queries: str = "self_attn.q_norm"
     keys: str = "self_attn.k_norm"
 
     @property
     def paths(self) -> dict[str, str]:
         """Paths of the modules that have gains, by name."""
-        if self.gains == "none":
+        if self.gains in ("none", None):
             return {}
         return {"q_norm": self.queries, "k_norm": self.keys}
 
@@ -288,7 +335,7 @@ class SublayerSpec:
     @property
     def norms(self) -> dict[str, str]:
         """Paths of all its norms, by name: those of the stream, "q_norm" and "k_norm"."""
-        return self.stream_norms | ({} if self.head_norm is None else self.head_norm.paths)
+        return self.stream_norms | self.head_norm.paths
 
     @property
     def norms_output(self) -> bool:
@@ -299,25 +346,20 @@ class SublayerSpec:
         return next((stage for stage in self.heads if isinstance(stage, kind)), None)
 
     @property
-    def head_norm(self) -> HeadNorm | None:
-        return self.head_stage(HeadNorm)
-
-    @property
-    def gains(self) -> str | None:
-        """The gains of the norms of its heads, if any."""
-        return None if self.head_norm is None else self.head_norm.gains
+    def head_norm(self) -> HeadNorm:
+        return self.head_stage(HeadNorm) or HeadNorm(None)
 
     @property
     def joins_heads(self) -> bool:
         """Tell whether a stage is of all heads together, so that ranks with some of them send each other something."""
-        return self.gains == "together"
+        return self.head_norm.gains == "together"
 
     @property
     def why_whole(self) -> str | None:
         """What its heads have between them that no part of them has, in words; None if they have nothing."""
         if self.joins_heads:
             return "norms queries and keys of all heads together"
-        if self.gains == "each":
+        if self.head_norm.gains == "each":
             return "has a gain for each head of queries and keys"
         return None
 
@@ -332,7 +374,7 @@ class SublayerSpec:
     @property
     def feature_norms(self) -> dict[str, str]:
         """Paths of norms that have a gain for each feature of a projection, with its role."""
-        if self.head_norm is None or self.gains not in ("each", "together"):
+        if self.head_norm.gains not in ("each", "together"):
             return {}
         return {self.head_norm.queries: "q", self.head_norm.keys: "k"}
 

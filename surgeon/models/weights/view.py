@@ -156,7 +156,7 @@ class ModelWeights(StoredWeights):
         is_whole = sublayer.width in (None, self.stored_width(sublayer.kind, layer))
         if path == spec.sinks and not is_whole:
             return self.tensor(whole)[self._heads(sublayer, "q")]
-        if spec.gains == "each" and module in spec.feature_norms and not is_whole:
+        if spec.head_norm.gains == "each" and module in spec.feature_norms and not is_whole:
             return self.tensor(whole)[self._heads(sublayer, spec.feature_norms[module])]
         if is_whole or not packed or (what == "bias" and not packed[0].reads_stream):
             return self.tensor(whole)
@@ -182,7 +182,7 @@ class ModelWeights(StoredWeights):
             if path in spec.feature_norms:
                 role = spec.feature_norms[path]
                 gain = f"{what}.weight"
-                by_head = spec.gains == "each"
+                by_head = spec.head_norm.gains == "each"
                 kept = self._heads(sublayer, role) if by_head else self._kept(sublayer, spec.projection(role))
                 found[gain] = found[gain][kept]
         return found
@@ -207,7 +207,7 @@ class ModelWeights(StoredWeights):
         found = self.by_role(sublayer, dtype)
         for name, role in (("q_norm.weight", "q"), ("k_norm.weight", "k")):
             spec = self.spec(sublayer)
-            if name in found and spec.gains == "turns":
+            if name in found and spec.head_norm.gains == "turns":
                 # One for each head of the slice, of those for one KV group of each turn.
                 units = self.units(sublayer)
                 count = units[spec.projection(role).unit]
@@ -323,7 +323,7 @@ class ModelWeights(StoredWeights):
         key = sublayer.kind, layer
         if key not in self._known_orders:
             norm = self.spec(sublayer).head_norm
-            if norm is not None and norm.gains == "turns":
+            if norm.gains == "turns":
                 turns, _ = self.shape(f"{self.prefix(layer)}{norm.queries}.weight")
                 if turns > 1:
                     raise ValueError(f"{sublayer}: its layer holds heads of several layers, which cannot be narrowed")

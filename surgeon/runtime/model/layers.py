@@ -198,9 +198,9 @@ class Attention:
     def _head_gains(self, tensors: Tensors, spec: SublayerSpec, plan: Plan) -> list[Tensor]:
         """What heads of queries are multiplied by, (H, D), and those of keys, (K, D); nothing without such norms."""
         counts = self.heads, self.kv_heads
-        if spec.head_norm is None:
+        if spec.head_norm.gains is None:
             return []
-        if spec.gains == "none":
+        if spec.head_norm.gains == "none":
             like = next(iter(tensors.values()))
             return [like.new_ones(count, self.head_dim) for count in counts if self.rotary is not None]
         gains = (gain_of(tensors[f"{role}_norm.weight"], plan) for role in "qk")

@@ -179,7 +179,7 @@ class RankProgram:
         Heads that go through layer norms are centred by their matrices.
         """
         family = self.plan.family
-        if sublayer.kind == ATTENTION and family.attention.gains == "each" and family.norms.kind != "rms":
+        if sublayer.kind == ATTENTION and family.attention.head_norm.gains == "each" and family.norms.kind != "rms":
             tensors = centred(tensors, self.plan.head_dim)
         if sublayer.kind == ATTENTION and family.positions.neighbours and self.plan.rotaries:
             return in_halves(tensors, self.plan.rotaries[0].width, self.plan.head_dim)

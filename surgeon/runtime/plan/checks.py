@@ -241,10 +241,9 @@ def _expected_shapes(program: Program, source: ModelWeights, config: Any) -> dic
         spec = family.spec(sublayer.kind, sublayer.layers[0])
         for prefix in (f"{family.layers}.{layer}." for layer in sublayer.layers):
             norms += [f"{prefix}{norm}" for norm in spec.stream_norms.values()]
-            turns = (None,) if spec.gains in ("turns", "each") else ()
+            turns = (None,) if spec.head_norm.gains in ("turns", "each") else ()
             width = None if spec.joins_heads else source.head_dim
-            head_norms = [path for name, path in spec.norms.items() if name not in spec.stream_norms]
-            shapes |= {f"{prefix}{norm}.weight": (*turns, width) for norm in head_norms}
+            shapes |= {f"{prefix}{norm}.weight": (*turns, width) for norm in spec.head_norm.paths.values()}
             for projection in spec.projections:
                 shape = (hidden, None) if projection.divided_dim else (None, hidden)
                 if not source.is_taken_apart(sublayer, projection.role):
