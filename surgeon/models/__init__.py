@@ -1,1 +1,1 @@
-"""What an architecture is, its tensors by role, and programs inside `transformers` models."""
+"""Architectures, their tensors by role, and programs inside `transformers` models."""

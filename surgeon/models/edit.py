@@ -1,8 +1,7 @@
 """Programs on `transformers` models: load one, edit its program, put the original back.
 
-An edited model is still the same `transformers` model: its attention, MLP and norm modules are called, only in the
-order and on the inputs that the program says. Parameters keep their names, so that generation with caches, `peft`,
-`accelerate` (`device_map`, offloading) and gradient checkpointing go on working.
+Parameters keep their names, so that generation with caches, `peft`, `accelerate` (`device_map`, offloading) and
+gradient checkpointing go on working.
 """
 
 from __future__ import annotations
@@ -37,13 +36,12 @@ def edit(
 ) -> PreTrainedModel:
     """Make the model run this program, in place; editing an edited model starts from the original again.
 
-    The configuration's `num_hidden_layers` and per-layer attention types describe the edited model (one entry per
-    attention of the program), so that caches and masks fit it.
+    The configuration's `num_hidden_layers` and per-layer attention types then describe the program's attentions, so
+    that caches and masks fit.
 
     Args:
-        layers_class: of what stands in for the list of layers, `EditedLayers` by default.
-        factors: of matrices that the program has a rank for; by default the best ones by the matrix alone, its
-            truncated singular values.
+        layers_class: of what stands in for the list of layers.
+        factors: of matrices that the program has a rank for; by default truncated singular values.
 
     Returns:
         The same model.
@@ -67,7 +65,7 @@ def edit(
 
 
 def restore(model: PreTrainedModel) -> PreTrainedModel:
-    """Undo `edit`: the model runs its own layers again, and its configuration is what it was. Returns the model."""
+    """Undo `edit`, and return the model."""
     for module in model.modules():
         for name, child in module.named_children():
             if isinstance(child, EditedLayers):
@@ -78,7 +76,7 @@ def restore(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def program_of(model: PreTrainedModel) -> Program:
-    """The program the model runs: that of its last `edit`, or the dense one."""
+    """Return the program of the model's last `edit`, or the dense one."""
     layers = decoder_layers(model)
     if isinstance(layers, EditedLayers):
         return layers.program
@@ -87,7 +85,7 @@ def program_of(model: PreTrainedModel) -> Program:
 
 @contextmanager
 def as_stored(model: PreTrainedModel) -> Iterator[Program]:
-    """The program that a model runs, while the model is the layers that it is stored as.
+    """Restore the model inside, and give the program that it runs outside.
 
     Raises:
         ValueError: if the program has weights that no layer has, which only live while the model runs it.
@@ -110,28 +108,28 @@ def as_stored(model: PreTrainedModel) -> Iterator[Program]:
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | EditedLayers:
-    """The decoder's list of layers, or what stands in for it."""
+    """Return the decoder's list of layers, or what stands in for it."""
     parent, name = decoder_parent(model)
     layers: nn.ModuleList | EditedLayers = getattr(parent, name)
     return layers
 
 
 def edited_layers(model: PreTrainedModel) -> EditedLayers:
-    """What stands in for the layers of an edited model."""
+    """Return what stands in for the layers of an edited model."""
     layers = decoder_layers(model)
     assert isinstance(layers, EditedLayers), "the model runs no program"
     return layers
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Where a model takes token ids from; `accelerate` brings them to an embedding that is somewhere else meanwhile."""
+    """Return the device of token ids; `accelerate` brings them to an embedding that is somewhere else meanwhile."""
     if model.device.type == "meta":
         return torch.device("cpu")
     return model.device
 
 
 def decoder_inputs(model: PreTrainedModel, input_ids: Tensor) -> tuple[Tensor, list[dict[str, Any]]]:
-    """What an unedited model's decoder hands its layers for these tokens, without padding and without a cache.
+    """Return what an unedited model's decoder hands its layers, without padding and without a cache.
 
     Args:
         input_ids: (batch, tokens).
@@ -156,11 +154,7 @@ def decoder_inputs(model: PreTrainedModel, input_ids: Tensor) -> tuple[Tensor, l
 
 
 def require_unedited(model: PreTrainedModel) -> None:
-    """Refuse an edited model where the original is meant.
-
-    Raises:
-        ValueError: if the model runs an edited program.
-    """
+    """Refuse an edited model where the original is meant."""
     if isinstance(decoder_layers(model), EditedLayers):
         raise ValueError(
             "the model runs an edited program, or one of its own (native tracks), and this is of layers that run one "
@@ -169,22 +163,14 @@ def require_unedited(model: PreTrainedModel) -> None:
 
 
 def require_pairs(model: PreTrainedModel) -> None:
-    """Refuse a model without two layers that run one after the other.
-
-    Raises:
-        ValueError: if the model runs an edited program, or has only one layer.
-    """
+    """Refuse an edited model, and one without two layers that run one after the other."""
     require_unedited(model)
     if (num_layers := model.config.num_hidden_layers) < 2:
         raise ValueError(f"the model has {num_layers} layer; a pair in parallel needs at least 2")
 
 
 def check_layers(program: Program, num_layers: int) -> None:
-    """Refuse a program that names a layer the model does not have.
-
-    Raises:
-        ValueError: naming the sublayer and the range that would be right; and as `Program.require_steps`.
-    """
+    """Refuse a program that names a layer the model does not have, or as `Program.require_steps`."""
     program.require_steps()
     for sublayer in program.sublayers():
         if max(sublayer.layers) >= num_layers:
@@ -192,9 +178,9 @@ def check_layers(program: Program, num_layers: int) -> None:
 
 
 def save_edited_with(saver: Callable[..., None]) -> None:
-    """Say how edited models are saved: called as `save_pretrained` is, with the model first.
+    """Set the function that saves edited models, called as `save_pretrained` is, with the model first.
 
-    How a program is stored is known in a room above this one (surgeon.exports), which says so when it is imported.
+    A room above this one (surgeon.exports) has it, and sets it when it is imported.
     """
     global _saver  # noqa: PLW0603 - one for the process, as there is one format
     _saver = saver
@@ -208,14 +194,12 @@ _saver: Callable[..., None] = _no_saver
 
 
 def decoder_parent(model: PreTrainedModel) -> tuple[nn.Module, str]:
-    """The module that has the decoder's list of layers, and its name there."""
+    """Return the module that has the decoder's list of layers, and its name there."""
     path, _, name = family_of(model.config).layers.rpartition(".")
     return model.get_submodule(path), name
 
 
 class _InputTap(EditedLayers):
-    """Keeps what the decoder hands its layers, and runs none of them."""
-
     taken: tuple[Tensor, list[dict[str, Any]]]
 
     def run(self, stream: Tensor, arguments: list[dict[str, Any]]) -> Tensor:
@@ -224,14 +208,14 @@ class _InputTap(EditedLayers):
 
 
 def recipe_program(recipe: Recipe, config: Any, own: Program | None = None) -> Program:
-    """The program that a recipe's operations make of a model with this `transformers` configuration.
+    """Return the program that a recipe's operations make of a model with this `transformers` configuration.
 
     Args:
-        own: what the model runs in place of its layers one after the other, if it does.
+        own: the program of the model, if it is another than its layers one after the other.
 
     Raises:
-        ValueError: as `Recipe.program`; if the architecture is not supported, or the model runs a program of its own
-            that is not its layers, each whole and once.
+        ValueError: as `Recipe.program`; if the architecture is not supported, or `own` is not the model's layers, each
+            whole and once.
     """
     family = family_of(config)
     layers = int(config.num_hidden_layers)

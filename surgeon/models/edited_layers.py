@@ -1,7 +1,7 @@
-"""What stands in a decoder for its list of layers, and runs a program on the decoder's own modules.
+"""The stand-in for a decoder's list of layers, which runs a program on the decoder's own modules.
 
-Its executor is that of every program (`surgeon.language.execute`); what is here computes a step by calling the
-attention, MLP and norm modules of `transformers`, with the arguments that the decoder has for its layers.
+A step is computed by calling the attention, MLP and norm modules of `transformers`, with the arguments that the
+decoder has for its layers.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ ASKS_FOR_ROUTERS = "output_router_logits"  # the entry by which stock classes ba
 class EditedLayers(nn.Module):
     """Stands in a decoder for its list of layers.
 
-    Its registered children are the original layers under their own names (and derived sublayers under theirs), so
-    parameter names do not change. What iteration yields are slots, one per attention of the program: the decoder
-    calls them in turn with the arguments it has for that layer (its kind of mask, say); the last one runs the program.
+    The original layers are registered under their own names (and derived sublayers under theirs), so that parameter
+    names do not change. Iteration yields slots, one per attention of the program: the decoder calls them in turn with
+    the arguments it has for that layer (its kind of mask, say); the last one runs the program.
     """
 
     gradient_checkpointing = False
@@ -86,7 +86,7 @@ class EditedLayers(nn.Module):
             self._gradient_checkpointing_func = checkpointed._gradient_checkpointing_func
 
     def _share_undivided(self) -> None:
-        """Slices of one sublayer that are stored as one have the same norms, whatever trains them."""
+        """Share the norms of slices that are stored as one sublayer, whatever trains them."""
         slices: dict[Sublayer, list[nn.Module]] = {}
         for sublayer in dict.fromkeys(self.program.sublayers()) if self.keeps_derived else ():
             if sublayer.piece is not None:
@@ -109,13 +109,12 @@ class EditedLayers(nn.Module):
         return Groups(filter(self.is_derived, self.program.sublayers()), by_count=True)
 
     def stored_place(self, sublayer: Sublayer, groups: Groups) -> int:
-        """The number of the layer that a sublayer is stored in."""
         if self.is_derived(sublayer):
             return len(self.original[0]) + groups.place(sublayer)
         return sublayer.layers[0]
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *arguments: Any) -> None:
-        """Derived sublayers are stored as layers (`stored_groups`): a trainer that goes on finds them there."""
+        """Take derived sublayers from the layers that they are stored as (`stored_groups`)."""
         groups = self.stored_groups
         for sublayer in filter(self.is_derived, dict.fromkeys(self.program.sublayers())):
             stored = f"{prefix}{self.stored_place(sublayer, groups)}."
@@ -139,7 +138,7 @@ class EditedLayers(nn.Module):
         return module
 
     def is_derived(self, sublayer: Sublayer) -> bool:
-        """Whether it has weights that no layer has: an average, some experts or units of it, a slice, or factors."""
+        """Tell whether a sublayer has weights that no layer has, as an average, some units, a slice and factors."""
         if len(sublayer.layers) > 1 or sublayer.piece is not None:
             return True
         if sublayer not in self._derived:
@@ -153,11 +152,10 @@ class EditedLayers(nn.Module):
         return self._derived[sublayer]
 
     def derive(self, sublayer: Sublayer) -> nn.Module:
-        """A module with the averaged, narrowed, sliced or factorised weights of this sublayer.
+        """Make a module with the averaged, narrowed, sliced or factorised weights of a sublayer.
 
         Raises:
-            ValueError: as `derive_sublayer`, and `check_kept` of a mixture's experts; if weights of its layers are
-                divided among processes.
+            ValueError: as `derive_sublayer` and `check_kept`; if weights of its layers are divided among processes.
         """
         if any(hasattr(one, "placements") for layer in sublayer.layers for one in self.layer(layer).parameters()):
             raise ValueError(
@@ -172,18 +170,17 @@ class EditedLayers(nn.Module):
         return derive_sublayer(sublayer, self.layer(sublayer.layers[0]), weights)
 
     def weights(self) -> ModelWeights:
-        """The weights of the layers, seen in one view that is kept: what it knows of names and shapes takes a while."""
+        """Return one view of the layers' weights that is kept, with the names and shapes that it has found."""
         if self._weights is None:
             self._weights = self.view_weights()
         return self._weights
 
     def view_weights(self) -> ModelWeights:
-        """A view of the weights of the layers, wherever they are."""
         store = ModuleStore(self, f"{self.family.layers}.")
         return ModelWeights(store, self.family, self.family.head_dim(self.config), self.factors)
 
     def owner(self, sublayer: Sublayer) -> nn.Module:
-        """The module below which this sublayer's own modules lie: its layer, or what was derived for it."""
+        """Return the module below which a sublayer's modules lie: its layer, or what was derived for it."""
         if self.is_derived(sublayer):
             return self.get_submodule(str(sublayer))
         return self.layer(sublayer.layers[0])
@@ -204,7 +201,7 @@ class EditedLayers(nn.Module):
             setattr(config, key, value)
 
     def undo(self, config: Any) -> nn.ModuleList:
-        """Restore the configuration and every attention's cache slot; returns the original list."""
+        """Restore the configuration and every attention's cache slot; return the original list."""
         for key, value in self.config_before.items():
             setattr(config, key, value)
         (layers,) = self.original
@@ -229,7 +226,7 @@ class EditedLayers(nn.Module):
     def slot(
         self, collected: list[dict[str, Any]], hidden_states: Tensor, *given: Any, runs: bool, **arguments: Any
     ) -> Tensor | tuple[Tensor, None]:
-        """What the decoder calls in place of a layer: all slots keep their arguments, the last one runs the program."""
+        """Stand for a layer: all slots keep their arguments, the last one runs the program."""
         collected.append(dict(zip(self.family.arguments, given, strict=False)) | arguments)
         stream = self.run(hidden_states, collected) if runs else hidden_states
         if self.family.returns_tuple:
@@ -237,7 +234,7 @@ class EditedLayers(nn.Module):
         return stream
 
     def run(self, stream: Tensor, arguments: list[dict[str, Any]]) -> Tensor:
-        """The stream after the program; `arguments` are the decoder's keyword arguments for each attention."""
+        """Run the program; `arguments` are the decoder's keyword arguments for each attention."""
         cache = next((arguments[-1][name] for name in CACHES if name in arguments[-1]), None)
         if self.counts_apart and cache is not None:  # which the decoder asks at which position the next token stands
             nothing = stream.new_zeros(len(stream), 1, stream.shape[1], 1)
@@ -252,7 +249,7 @@ class EditedLayers(nn.Module):
         return self.through(self.program.nodes[first:], stream, machine)
 
     def through(self, nodes: Iterable[Node], stream: Tensor, machine: Machine) -> Tensor:
-        """The stream after some nodes, all of them landed; each is seen on its way (`stream_tap`)."""
+        """Run nodes, all of them landed; the stream after each goes through `stream_tap`."""
         state = State(stream)
         for node in nodes:
             before = state
@@ -264,7 +261,7 @@ class EditedLayers(nn.Module):
 
 
 class StreamTap(nn.Module):
-    """Passes on the stream after a node, unchanged: here `output_hidden_states` is collected, once per node."""
+    """Passes on the stream after a node: here `output_hidden_states` is collected, once per node."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -277,7 +274,7 @@ class StreamTap(nn.Module):
 
 
 class ModelMachine(Machine):
-    """One forward pass of a `transformers` model on one device (or on what `accelerate` made of it)."""
+    """One forward pass of a `transformers` model on one device, or on what `accelerate` made of it."""
 
     def __init__(self, layers: EditedLayers, arguments: list[dict[str, Any]]) -> None:
         self.layers = layers
@@ -296,7 +293,7 @@ class ModelMachine(Machine):
         return Partial(total)
 
     def add(self, stream: Tensor, output: Tensor) -> Tensor:
-        """The sum, rounded as the decoder does it."""
+        """Add an output, rounded as the decoder does it."""
         total, outputs = self._in_turn or (None, [])
         for one in outputs if output is total else [output]:
             stream = stream + one.to(stream.device)
@@ -309,12 +306,11 @@ class ModelMachine(Machine):
         return [(branch, self) for branch in fork.branches]
 
     def slot_of(self, attention: Sublayer) -> int:  # noqa: ARG002 - a plan machine needs it
-        """The cache slot, and the place among the arguments, of the attention that runs now."""
+        """Return the cache slot, and the place among the arguments, of the attention that runs now."""
         self.next_slot += 1
         return self.next_slot - 1
 
     def owner(self, sublayer: Sublayer) -> nn.Module:
-        """The module below which the modules lie that compute this sublayer."""
         return self.layers.owner(sublayer)
 
     def sublayer(self, sublayer: Sublayer, stream: Tensor) -> Tensor:

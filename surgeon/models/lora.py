@@ -1,4 +1,4 @@
-"""What is used of peft, which comes with the extra `train`; nothing else imports it."""
+"""The parts of peft that are used here; it comes with the extra `train`, and nothing else imports it."""
 
 from surgeon.errors import needs_extra
 

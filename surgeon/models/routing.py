@@ -1,7 +1,7 @@
-"""Which experts a mixture sends each token to, and with which weights.
+"""Routing: the experts that a mixture sends each token to, and their weights.
 
-The one definition: the runtime, analyses and tests ask here (its kernel for CPUs is held to it), and it is held to the
-routers of `transformers`. Importing it imports no torch.
+The runtime, analyses and tests ask here (the runtime's kernel for CPUs is held to it), and it is held to the routers of
+`transformers`. Importing it imports no torch.
 
 Shapes: T tokens, E experts, k experts of a token.
 """
@@ -22,16 +22,16 @@ LEAST_TOTAL = 1e-20  # that chosen scores are divided by, which sigmoids may be 
 
 @dataclass(frozen=True)
 class Routing:
-    """How experts are chosen, of one configuration.
+    """A configuration's choice of experts.
 
     Attributes:
         top_k: experts of a token; all of them where there are fewer.
-        scores: what logits become: an expert's share in the softmax over all experts, or over those that are chosen
-            (which is the former, divided by their sum), or the sigmoid of its own logit.
+        scores: an expert's share in the softmax over all experts, or over the chosen ones (which is the former, divided
+            by their sum), or the sigmoid of its own logit.
         normalise: whether the chosen ones' scores are divided by their sum.
-        scale: what weights are multiplied by after that.
+        scale: a factor on weights after that.
         groups: of equally many neighbouring experts, of which only the best `top_groups` are chosen from (DeepSeek-V3,
-            section 2.1.2); 1 for no groups.
+            section 2.1.2).
         group_best: a group is as good as so many of its best experts together.
     """
 
@@ -45,16 +45,16 @@ class Routing:
 
     @property
     def divides(self) -> bool:
-        """Whether the weights of a token's experts come to `scale` together."""
+        """Tell whether the weights of a token's experts come to `scale` together."""
         return self.normalise or self.scores == "softmax of chosen"
 
     def chosen(self, experts: int) -> int:
-        """How many of so many experts a token is sent to."""
+        """Count the experts of a token, of so many."""
         return min(self.top_k, experts)
 
 
 class Routed(NamedTuple):
-    """Where tokens go.
+    """Destinations of tokens.
 
     Attributes:
         experts: (T, k), int64, the best first.
@@ -70,11 +70,10 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) ->
 
     Args:
         logits: of the router, (T, E), in any dtype.
-        correction: (E,), added to scores where they are compared, not where they are weights (DeepSeek-V3, section
-            2.1.2: its bias for balance without an auxiliary loss).
+        correction: (E,), added to scores where they are compared, not to weights (DeepSeek-V3, section 2.1.2).
 
     Raises:
-        ValueError: if the experts do not divide into the groups, or the groups chosen from have too few.
+        ValueError: as `check_groups`.
     """
     if routing.scores == "sigmoid":
         scores = logits.float().sigmoid()
@@ -114,10 +113,7 @@ def check_groups(experts: int, routing: Routing) -> None:
 
 
 def check_kept(kept: Sequence[int], experts: int, routing: Routing) -> None:
-    """Refuse to keep some of a mixture's experts where what is left of its groups would be other groups.
-
-    Args:
-        experts: how many there are.
+    """Refuse to keep some of so many experts where they leave other groups.
 
     Raises:
         ValueError: if it has unlike numbers of them from the groups, or as `check_groups`.

@@ -1,4 +1,4 @@
-"""The shapes of a model, from its configuration alone: what `ModelWeights` reads of stored tensors, without any."""
+"""A model's shapes from its configuration alone, as `ModelWeights` reads them of stored tensors."""
 
 from __future__ import annotations
 
@@ -25,21 +25,20 @@ class MatrixShape(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelShapes:
-    """What a model's sizes, and so its costs, depend on.
+    """The sizes of a model that its costs depend on.
 
     Attributes:
         name: as the user knows it.
-        hidden: the width of the stream.
+        hidden: width of the stream.
         heads, kv_heads, neurons: of every layer.
-        head_dim: the width of one head.
+        head_dim: width of one head.
         vocabulary: rows of the embedding.
         tied: whether the head's weight is the embedding.
-        layers: how many there are.
         positions: the longest text the model takes.
-        windows: how many tokens each layer's attention looks at, None for all; nothing if all look at all.
-        dtype: that its weights are stored in, as far as the configuration says.
+        windows: tokens that each layer's attention looks at, None for all; nothing if all look at all.
+        dtype: of stored weights, as far as the configuration says.
         layer_shapes: the matrices of the layers, without biases and norms.
-        latent: the sizes of attentions, where they are latent ones.
+        latent: the sizes of latent attentions.
     """
 
     name: str
@@ -60,7 +59,7 @@ class ModelShapes:
 
     @classmethod
     def of(cls, name: str, config: Any) -> ModelShapes:
-        """Those of a `transformers` configuration.
+        """Read a `transformers` configuration.
 
         Raises:
             ValueError: if its architecture is not supported, or its sizes fit no model.
@@ -101,11 +100,7 @@ class ModelShapes:
             )
 
     def units(self, sublayer: Sublayer) -> Units:
-        """How many heads and KV heads, or neurons, the sublayer has before it is sliced.
-
-        Raises:
-            ValueError: if it is to have more of them than the layers.
-        """
+        """Count heads and KV heads, or neurons, of a sublayer before it is sliced; refuse more than its layer has."""
         counts: Units = {}
         for projection in self.family.spec(sublayer.kind, sublayer.layers[0]).projections:
             features = self.layer_shapes.of(sublayer).matrices[projection.role][1 - int(projection.reads_stream)]
@@ -113,7 +108,7 @@ class ModelShapes:
         return narrowed(sublayer, counts)
 
     def matrix(self, sublayer: Sublayer, role: str) -> MatrixShape:
-        """A matrix of a sublayer (of one of its experts), or of a slice of one, whether it is one or two factors."""
+        """Return the shape of a matrix of a sublayer, of an expert or of a slice, be it whole or two factors."""
         projection: Projection = self.family.spec(sublayer.kind, sublayer.layers[0]).projection(role)
         first, end = unit_bounds(self.units(sublayer)[projection.unit], sublayer.piece)
         divided = (end - first) * (1 if projection.unit in NEURONS else self.head_dim)
@@ -121,12 +116,12 @@ class ModelShapes:
 
     @property
     def position_rows(self) -> int:
-        """Rows of a learned position embedding, 0 without one."""
+        """Rows of a learned position embedding."""
         if self.family.positions.rotary:
             return 0
         return self.positions + self.family.positions.offset
 
     @property
     def outside_layers(self) -> int:
-        """How many numbers the embeddings and the head hold, a shared matrix counted once."""
+        """Numbers in the embeddings and the head, a shared matrix counted once."""
         return (self.vocabulary * (1 if self.tied else 2) + self.position_rows) * self.hidden

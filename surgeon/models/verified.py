@@ -1,9 +1,9 @@
-"""What an edited model reads where it drafts for its original: keys and values that the original has of earlier tokens.
+"""Keys and values of an original that an edited model reads where it drafts for it.
 
-A draft's attention has no keys of its own but of the tokens in flight (runtime/plan/drafts.py): those of tokens before
-were written by the model that verifies. So a draft is trained and judged on text in rounds: each token sees the
-original's keys and values of all rounds before its own, and the edited model's of its own round. Only attentions that
-the original does not have at all see the edited model's of all tokens.
+A draft's attention has no keys of its own but of the tokens in flight (runtime/plan/drafts.py): the model that verifies
+has written those before. So a draft is trained and judged on text in rounds: each token sees the original's keys and
+values of all rounds before its own, and the edited model's of its own round. Attentions that the original does not have
+see the edited model's of all tokens.
 
 Shapes: B windows of T tokens, K KV heads.
 """
@@ -52,10 +52,13 @@ class VerifiedKeys:
 
     @classmethod
     def of(cls, original: PreTrainedModel, ids: Tensor) -> tuple[Tensor, VerifiedKeys]:
-        """The original's logits, (B, T, vocabulary), on token ids, (B, T), and its keys and values of them.
+        """Run the original on token ids, (B, T).
 
         Args:
-            original: whole; or without its head, for the stream before that, (B, T, hidden), in place of logits.
+            original: whole, or without its head.
+
+        Returns:
+            Its logits, (B, T, vocabulary), or without a head the stream, (B, T, hidden); and its keys and values.
 
         Raises:
             NoVerifiedKeys: if its attentions keep something else, or see to it themselves which tokens they read.
@@ -72,7 +75,7 @@ class VerifiedKeys:
         return found, cls(original, cache)
 
     def given(self, attention: Sublayer, arguments: dict[str, Any]) -> dict[str, Any]:
-        """What an attention is called with, in place of what the decoder has for it.
+        """Return the arguments of an attention, in place of what the decoder has for it.
 
         Raises:
             NoVerifiedKeys: if it takes no cache.
@@ -89,7 +92,7 @@ class VerifiedKeys:
         return arguments | {name: joined, "attention_mask": self._mask(layer, keys)}
 
     def _mask(self, layer: int, keys: Tensor) -> Tensor:
-        """Which of both kinds of keys each token reads, (1, 1, T, 2 T)."""
+        """Mask both kinds of keys for each token, (1, 1, T, 2 T)."""
         tokens = torch.arange(keys.shape[2], device=keys.device)
         own = tokens[:, None]
         other = tokens[None]
@@ -105,13 +108,13 @@ class VerifiedKeys:
 
 
 class _Joined:
-    """Stands for a cache in one call of an attention: its own keys and values come behind the original's."""
+    """Stands for a cache in one call of an attention, whose keys and values come behind the original's."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self._before = keys, values
 
     def get_seq_length(self, *_: Any) -> int:
-        """How many tokens come before those that are computed."""
+        """Count the tokens before those that are computed."""
         return 0
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -123,11 +126,7 @@ class _Joined:
 
 @contextmanager
 def drafting(model: nn.Module, keys: VerifiedKeys | None) -> Iterator[None]:
-    """Inside, an edited model, or one that wraps it, reads these keys and values; None for its own.
-
-    Raises:
-        ValueError: if it runs no program.
-    """
+    """Have an edited model, or one that wraps it, read these keys and values inside; None for its own."""
     layers = next((module for module in model.modules() if isinstance(module, EditedLayers)), None)
     if layers is None:
         raise ValueError("the model runs no program, so that it is no draft; edit it")
@@ -139,7 +138,7 @@ def drafting(model: nn.Module, keys: VerifiedKeys | None) -> Iterator[None]:
 
 
 def draft_on_text(model: PreTrainedModel, program: Program, factors: FactorSource | None = None) -> DraftOnText:
-    """How a model and a program over its weights, as its draft, predict text.
+    """Make a function from text to the logits of a model, and of a program over its weights as its draft.
 
     Args:
         model: edited back and forth; the program is left in it.

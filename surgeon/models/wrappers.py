@@ -1,7 +1,7 @@
-"""Models around a text decoder: where the decoder is, and how it stands alone. A wrapper is data, as a family is.
+"""Wrappers: models around a text decoder, as data.
 
-What surgeon works on is the text decoder, as a causal language model of its own family. Vision towers, projectors and
-whatever else is around it are seen by nobody, and written again as they were.
+The text decoder is a causal language model of its own family. Vision towers, projectors and whatever else is around it
+are written again as they were.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Wrapper:
         model_type: as `config.json` has it.
         decoder_type: the `model_type` of the text decoder, where its configuration does not say it.
         text: the entry of `config.json` that is the text decoder's configuration.
-        decoder: path of the text decoder in the wrapper's class, where a causal language model has "model".
-        head: where the wrapper's class has "lm_head".
-        names: the ways in which checkpoints name tensors.
+        decoder: path of the text decoder, where a causal language model has "model".
+        head: path of what a causal language model has as "lm_head".
+        names: ways in which checkpoints name tensors.
         tied: whether embedding and head are one matrix where `config.json` does not say.
-        alone: makes the text decoder's entries those of the family that computes the same of a text.
-        fed_layers: how many of the first layers have features of images added behind them.
+        alone: makes the text decoder's entries those of its family.
+        fed_layers: counts the first layers that have features of images added behind them.
     """
 
     name: str
@@ -60,11 +60,7 @@ class Wrapper:
     fed_layers: Callable[[Entries], int] = _no_layers
 
     def text_entries(self, entries: Entries) -> Entries:
-        """The `config.json` that the text decoder would have as a causal language model.
-
-        Raises:
-            ValueError: if it is not there.
-        """
+        """Return the text decoder's `config.json` as a causal language model, or raise ValueError without one."""
         own = entries.get(self.text)
         if not isinstance(own, dict):
             raise ValueError(
@@ -77,21 +73,21 @@ class Wrapper:
         return self.alone(given | {"tie_word_embeddings": entries.get("tie_word_embeddings", self.tied)})
 
     def prefixes_among(self, names: Iterable[str]) -> Prefixes:
-        """How a checkpoint with tensors of these names calls the text decoder's."""
+        """Return the way in which a checkpoint with tensors of these names calls the text decoder's."""
         there = list(names)
         ways = (way for way in self.names if any(name.startswith(way[0][0]) for name in there))
         return next(ways, self.names[0])
 
     def text_path(self, path: str) -> str | None:
-        """Where a causal language model has what the wrapper's class has at a path; None if it is not of the text."""
+        """Return the path in a causal language model of what lies here in the wrapper, if it is of the text."""
         return renamed(path, self._places)
 
     def path_inside(self, path: str) -> str:
-        """Where the wrapper's class has what a causal language model has at a path."""
+        """Return the path in the wrapper of what lies here in a causal language model."""
         return renamed(path, [(own, place) for place, own in self._places]) or path
 
     def path_around(self, name: str) -> str:
-        """Where the wrapper's class has what is not of the text decoder, by its stored name."""
+        """Return the path in the wrapper of what is not of the text decoder, by its stored name."""
         inside = self.decoder.startswith("model.") and not name.startswith("model.")
         if inside:
             return f"model.{name}"
@@ -103,22 +99,18 @@ class Wrapper:
 
 
 def renamed(name: str, prefixes: Iterable[tuple[str, str]]) -> str | None:
-    """A name with another beginning; None if none of the prefixes is its own."""
+    """Give a name another beginning; None if none of the prefixes is its own."""
     return next((new + name.removeprefix(old) for old, new in prefixes if name.startswith(old)), None)
 
 
 def wrapper_of(entries: Entries) -> Wrapper | None:
-    """The wrapper that a config.json describes; None if it is of a causal language model."""
+    """Return the wrapper that a config.json describes; None if it is of a causal language model."""
     model_type = str(entries.get("model_type"))
     return WRAPPERS.get(model_type.removeprefix(PROGRAM_PREFIX) if PROGRAM_KEY in entries else model_type)
 
 
 def text_entries(entries: Entries) -> Entries:
-    """The entries of a config.json, or those of the text decoder inside.
-
-    Raises:
-        ValueError: as `Wrapper.text_entries`.
-    """
+    """Return the entries of a config.json, or as `Wrapper.text_entries` those of the text decoder inside."""
     wrapper = wrapper_of(entries)
     if wrapper is None:
         return entries
@@ -126,7 +118,7 @@ def text_entries(entries: Entries) -> Entries:
 
 
 def _plainly_rotary(model_type: str) -> Callable[[Entries], Entries]:
-    """Of a decoder whose positions have three parts (time, height, width), which of a text are all the same."""
+    """Leave out the three parts of positions (time, height, width), all the same in a text."""
 
     def alone(entries: Entries) -> Entries:
         found = entries | {"model_type": model_type}

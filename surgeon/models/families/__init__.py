@@ -13,11 +13,11 @@ __all__ = ["FAMILIES", "Family", "Projection", "SublayerSpec", "Unsupported", "f
 
 
 class Unsupported(ValueError):
-    """An architecture, or something in its configuration, that surgeon cannot operate on; the message says why."""
+    """Something of an architecture that surgeon cannot operate on; the message says why."""
 
 
 def family_named(model_type: str) -> Family:
-    """The family with this `model_type`, or the description of what `surgeon export` makes of all of them.
+    """Return the family with this `model_type`, or `FUSED`.
 
     Raises:
         Unsupported: if there is none, saying which there are.
@@ -34,7 +34,7 @@ def family_named(model_type: str) -> Family:
 
 
 def family_of(config: Any) -> Family:
-    """The family of a `transformers` configuration.
+    """Return the family of a `transformers` configuration.
 
     Raises:
         Unsupported: if there is none, or the configuration uses something of the architecture that cannot be edited.

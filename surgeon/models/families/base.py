@@ -1,7 +1,7 @@
-"""What a family is: where an architecture keeps its norms, attention, MLP and projections, and which flags it has.
+"""Families: architectures as data.
 
-A family is data. Code that needs a weight asks the family for a role ("q", "down"), never for a module by name, so
-that adding an architecture is adding one description. See docs/extending.md, "Adding a family".
+Code that needs a weight asks the family for a role ("q", "down"), never for a module by name, so that adding an
+architecture is adding one description. See docs/extending.md, "Adding a family".
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Norms:
     """The norms of the stream.
 
     Attributes:
-        kind: "rms" (a gain), "layer" (a gain and a shift), "centred" (a layer norm with a gain alone) or "plain" (one
-            with neither).
+        kind: "rms" (a gain), "layer" (a gain and a shift), "centred" (a layer norm with a gain alone) or "plain"
+            (neither).
         stored_epsilon: the config attribute that holds their epsilon, or the number itself.
         unit_offset: whether all norms, those of heads too, multiply by 1 + their stored gain (Gemma2).
     """
@@ -67,7 +67,6 @@ class Norms:
         return {"layer": ("weight", "bias"), "plain": ()}.get(self.kind, ("weight",))
 
     def epsilon(self, config: Any) -> float:
-        """Their epsilon under this config."""
         if isinstance(self.stored_epsilon, str):
             return float(getattr(config, self.stored_epsilon))
         return self.stored_epsilon
@@ -75,15 +74,15 @@ class Norms:
 
 @dataclass(frozen=True)
 class Positions:
-    """How positions enter: by turning queries and keys (rotary), unless there is an embedding of them.
+    """Positions, by which queries and keys turn (rotary) unless there is an embedding of them.
 
     Attributes:
         embedding: path of the embedding.
-        offset: how many of its entries come before position 0 (OPT has 2).
+        offset: its entries before that of position 0 (OPT has 2).
         from_mask: whether positions count what the attention mask lets through, unless they are given.
         partial: whether only some features of a head may turn; other classes turn all, whatever the config says.
         neighbours: whether features 2i and 2i + 1 turn as a pair (GLM), not i and that half a width further on.
-        rope: of a config: its entries on rotary positions, in the words of `rope_parameters`.
+        rope: of a config: entries on rotary positions, as in `rope_parameters`.
         layers: the config attribute that says of each layer whether its heads turn, if not all do.
         in_windows: whether heads turn in layers with a window, and in no others (Cohere2).
         computes_anew: whether generation computes a text again as it grows beyond the length from which positions turn
@@ -107,13 +106,12 @@ class Positions:
 
 @dataclass(frozen=True)
 class AttentionWindow:
-    """How far attentions look back.
+    """The window of attentions.
 
     Attributes:
-        tokens: the config attribute with how many tokens they look at, each itself the last of them, if any.
+        tokens: the config attribute that counts its tokens, the one that looks among them.
         layers: the config attribute that says which layers have the window, if not all have.
-        chunked: whether the window is a chunk of the text: a token looks back to the last position that is a multiple
-            of the window (Llama 4).
+        chunked: whether a token looks back to the last position that is a multiple of the window (Llama 4).
     """
 
     tokens: str | None = None
@@ -127,7 +125,7 @@ class Scales:
 
     Attributes:
         embedding: of embeddings.
-        attention: of products of queries and keys; 1 / sqrt(head_dim) where there is none.
+        attention: of products of queries and keys, in place of 1 / sqrt(head_dim).
         output: of the output of every sublayer before it is added (Granite).
         logits: of output logits, before they are capped.
         attention_cap, logit_cap: the config attribute with the bound c of scores, or output logits, that are
@@ -148,8 +146,8 @@ class Dropouts:
 
     Attributes:
         output: of sublayer outputs, dropped by the layer.
-        module: the same, dropped by the sublayers' own modules.
-        mlp: of what MLPs add alone, dropped by a module.
+        module: of sublayer outputs, dropped by their own modules.
+        mlp: of MLPs' outputs alone, dropped by a module.
         attention: of attention weights.
         embedding: of the stream before the first layer.
     """
@@ -166,12 +164,11 @@ class ConfigEntries:
     """Entries of config.json that follow from its layers.
 
     Attributes:
-        counts: those that say how many layers there are, by numbers or by lists with numbers.
-        lists: config attributes with one item per layer that says something of its attention.
-        follow: entries that describe layers in another way than one list item per layer, rewritten so that layer i is
-            described as layer `sources[i]` was.
-        follow_mlp: entries that say how layers' feed-forwards differ (dense ones among mixtures), likewise.
-        follow_width: entries that say the stream's width once more, for a stream of another width.
+        counts: those that count layers, as numbers or lists with numbers.
+        lists: those with one item per layer on its attention.
+        follow: rewrites others that describe layers, so that layer i is described as layer `sources[i]` was.
+        follow_mlp: likewise of those on layers' feed-forwards (dense ones among mixtures).
+        follow_width: rewrites others with the stream's width.
     """
 
     counts: tuple[str, ...] = ("num_hidden_layers",)
@@ -188,25 +185,23 @@ class Family:
     Attributes:
         name: as users know it.
         model_type: as `config.json` has it.
-        summary: a sentence on what is particular to it.
+        summary: a sentence on its particulars.
         layers: path of the decoder's list of layers.
-        embedding, final_norm, head: paths of modules.
-        attention, mlp: a layer's two sublayers.
         activation: the config attribute that names the MLP's activation.
         intermediate: the config attribute that holds the MLP's width.
-        kv_heads: the config attribute that holds the number of KV heads, where there is one, or the number itself.
+        kv_heads: the config attribute that holds the number of KV heads, if any, or the number itself.
         head_bias: whether the head has a bias (Phi, GPT-J).
-        stored_head: what checkpoints call the head, where that is not its path.
+        stored_head: the head's name in checkpoints, where that is not its path.
         steps_per_layer: 2, or 1 where attention and MLP of a layer read the same stream (GPT-NeoX, Cohere).
         adds_in_turn: whether a layer of one step adds attention's output to the stream and then the MLP's, not both at
-            once: what differs is rounding.
+            once, which is rounded otherwise.
         layer_specs: sublayers of single layers that differ from the others, by kind and layer; a `variant` gives them.
-        stored_names: what files call modules of a layer, by pairs: how a path begins in the model, and in files.
+        stored_names: names of layers' modules in files, by pairs: the beginning of a path in the model, and in files.
         heads_fill_stream: whether all heads together are as wide as the stream; others have a head_dim of their own.
-        arguments: names of what the decoder hands a layer by position after the stream.
+        arguments: names of the decoder's positional arguments for a layer, after the stream.
         returns_tuple: whether a layer returns its stream as the first item of a tuple.
         variant: the description of a model with this config, where it depends on more than the model type.
-        off_ranks: why ranks run no program of it, if they do not; a `variant` says it.
+        off_ranks: why ranks run no program of it; a `variant` says it.
         unsupported: says why a config of this family cannot be operated on, or returns None.
         unfusable: says why its layers cannot be stored side by side in one, or returns None.
     """
@@ -244,12 +239,12 @@ class Family:
     unfusable: Callable[[Any], str | None] = _none
 
     def spec(self, kind: str, layer: int | None = None) -> SublayerSpec:
-        """The description of a sublayer of kind "A" or "F" in a layer; without one, in most of them."""
+        """Return the sublayer of kind "A" or "F" of a layer; without one, of most of them."""
         own = None if layer is None else self._layer_specs.get((kind, layer))
         return own or (self.attention if kind == ATTENTION else self.mlp)
 
     def with_spec(self, kind: str, layers: Iterable[int], spec: SublayerSpec) -> Family:
-        """The same with other sublayers of a kind in some layers."""
+        """Give some layers another sublayer of a kind."""
         return replace(self, layer_specs=(*self.layer_specs, *((kind, layer, spec) for layer in layers)))
 
     @cached_property
@@ -257,28 +252,28 @@ class Family:
         return {(kind, layer): spec for kind, layer, spec in self.layer_specs}
 
     def specs(self) -> list[SublayerSpec]:
-        """All descriptions of sublayers that some layer has, each once."""
+        """Return the sublayers of all layers, each once."""
         return list(dict.fromkeys((self.attention, self.mlp, *(spec for _, _, spec in self.layer_specs))))
 
     @property
     def mixture(self) -> MixtureSpec | None:
-        """What most layers' feed-forwards have as mixtures of experts, if they are."""
+        """The experts of most layers' feed-forwards, if they are mixtures."""
         return self.mlp.mixture
 
     def latent(self, config: Any) -> Latent | None:
-        """The sizes of its attentions under this config, where they are latent ones."""
+        """Return the sizes of latent attentions under this config."""
         if self.attention.latent is None:
             return None
         return self.attention.latent(config)
 
     @property
     def attentions(self) -> list[SublayerSpec]:
-        """All descriptions of attentions that some layer has, each once."""
+        """The attentions of all layers, each once."""
         others = (spec for kind, _, spec in self.layer_specs if kind == ATTENTION)
         return list(dict.fromkeys((self.attention, *others)))
 
     def attentions_like(self, spec: SublayerSpec) -> str:
-        """Which attentions these are, in words: those of the family, or of the layers that have others than most."""
+        """Name these attentions: those of the family, or of the layers that have others than most."""
         layers = [layer for kind, layer, own in self.layer_specs if kind == ATTENTION and own == spec]
         if layers:
             where = f" in layer{'s' * (len(layers) > 1)} {layer_list(layers)}"
@@ -287,7 +282,7 @@ class Family:
         return f"attentions of {self.name}{where}"
 
     def apart(self, program: Program) -> str | None:
-        """What of a program ranks have none of, mostly attentions, and why, in words; None if they have all."""
+        """Say which part of a program ranks have none of, and why; None if they have all."""
         if self.off_ranks is not None:
             return f"{self.name} here: {self.off_ranks}"
         for spec in dict.fromkeys(self.spec(one.kind, one.layers[0]) for one in program.sublayers()):
@@ -296,11 +291,7 @@ class Family:
         return None
 
     def require_ranked(self, program: Program) -> None:
-        """Refuse a program with something that ranks have none of.
-
-        Raises:
-            ValueError: saying which and why.
-        """
+        """Refuse a program with something that ranks have none of."""
         if (why_not := self.apart(program)) is not None:
             raise ValueError(f"ranks do not run {why_not}; transformers does")
 
@@ -313,7 +304,7 @@ class Family:
 
     @property
     def shares_norm(self) -> bool:
-        """Whether a layer's two sublayers have one norm between them (Cohere)."""
+        """Tell whether a layer's two sublayers have one norm between them (Cohere)."""
         norm = self.attention.stream_norms.get("norm")
         return norm is not None and norm == self.mlp.stream_norms.get("norm")
 
@@ -323,7 +314,7 @@ class Family:
         return tuple(path for path in (self.embedding, self.positions.embedding) if path is not None)
 
     def units(self, config: Any, layer: int | None = None) -> dict[Unit, int]:
-        """How many heads, KV heads and neurons (of each expert) a layer has under this config."""
+        """Count a layer's heads, KV heads and neurons (of each expert) under this config."""
         heads = int(config.num_attention_heads)
         kv_heads = self.kv_heads
         if isinstance(kv_heads, str):
@@ -340,13 +331,13 @@ class Family:
         return units
 
     def unit_width(self, config: Any, unit: Unit) -> int:
-        """How many features of a projection one head or neuron has."""
+        """Count the features of a projection for one head or neuron."""
         if unit in NEURONS:
             return 1
         return self.head_dim(config)
 
     def layer_shapes(self, config: Any) -> LayerShapes:
-        """The shapes of a layer's matrices under this config; biases and norms are left out."""
+        """Return the shapes of layers' matrices under this config; biases and norms are left out."""
         others = {layer: self._shapes_of(config, layer) for _, layer, _ in self.layer_specs}
         return replace(self._shapes_of(config, None), others=others)
 
@@ -377,7 +368,7 @@ class Family:
         return LayerShapes(shapes, norms=beside, units=counts, mixture=mixture)
 
     def attention_entries(self, config: Any, sources: Sequence[int]) -> dict[str, Any]:
-        """The entries of a `transformers` config that describe single attentions, for others in their place.
+        """Return a config's entries on single attentions for new layers.
 
         Args:
             sources: for each new layer, the layer whose description it gets.
@@ -389,7 +380,7 @@ class Family:
     def per_layer_entries(
         self, config: Any, sources: Sequence[int], feed_forwards: Sequence[int] | None = None
     ) -> dict[str, Any]:
-        """All entries of a `transformers` config that describe single layers, for other layers in their place.
+        """Return a config's entries on single layers for new layers.
 
         Args:
             sources: for each new layer, the layer whose description it gets.
@@ -398,5 +389,4 @@ class Family:
         return self.attention_entries(config, sources) | self.entries.follow_mlp(config, feed_forwards or sources)
 
     def head_dim(self, config: Any) -> int:
-        """The width of one head under this config."""
         return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

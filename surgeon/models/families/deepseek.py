@@ -1,7 +1,7 @@
 """DeepSeek-V2 and V3: attentions over compressed keys and values, and mixtures with shared experts behind dense layers.
 
-What heads have in common of an attention is one small latent (multi-head latent attention, DeepSeek-V2, section 2.1),
-so that attentions are kept as they are.
+Heads have one small latent in common (multi-head latent attention, DeepSeek-V2, section 2.1), so that attentions are
+kept as they are.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _latent(config: Any) -> Latent:
 
 
 def _scale(config: Any) -> float | None:
-    """Of longer texts (yarn) products of queries and keys are multiplied by more, as its `mscale_all_dim` says."""
+    """Scale attention more in longer texts (yarn), as its `mscale_all_dim` says."""
     rope = config.rope_parameters
     if rope.get("rope_type", "default") == "default" or not rope.get("mscale_all_dim") or rope["factor"] <= 1:
         return None

@@ -1,6 +1,6 @@
-"""What `surgeon export` writes in the fused form: any family's functions, in layers that may differ in width.
+"""The fused form of `surgeon export`: any family's functions, in layers that may differ in width.
 
-Its configuration says what the family it came from has; see `checkpoint/remote_code/modeling_surgeon_fused.py`.
+See `checkpoint/remote_code/modeling_surgeon_fused.py`.
 """
 
 from dataclasses import replace

@@ -160,7 +160,6 @@ GPTJ = replace(
 
 
 def _gpt_neox_variant(family: Family, config: Any) -> Family:
-    """Some models of the family run attention and MLP one after the other."""
     return replace(family, steps_per_layer=1 if config.use_parallel_residual else 2)
 
 
@@ -215,7 +214,7 @@ def _beside(config: Any) -> bool:
 
 
 def _falcon_variant(family: Family, config: Any) -> Family:
-    """Norms, their order and KV heads are otherwise in Falcon 40B and 180B, and in older models than 7B."""
+    """Place norms and KV heads as Falcon 40B and 180B, or models older than 7B, have them."""
     attention = family.attention
     mlp = family.mlp
     if not _beside(config):

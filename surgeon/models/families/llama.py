@@ -134,7 +134,7 @@ STARCODER2 = replace(
 
 
 def _stablelm_variant(family: Family, config: Any) -> Family:
-    """Some models run attention and MLP side by side behind one norm; some norm every head with a gain of its own."""
+    """Put attention and MLP side by side behind one norm; keep attentions whose every head has a norm of its own."""
     attention = family.attention
     mlp = family.mlp
     if config.qk_layernorm:

@@ -1,4 +1,4 @@
-"""What descriptions of mixtures of experts have in common: experts as `transformers` stacks them, and their routers."""
+"""Mixtures of experts as `transformers` stacks them, and their routers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def stacked_experts(gate: str = "gate_proj", up: str = "up_proj", down: str = "d
     """The matrices of gated experts: gate and up packed in one parameter, down in another.
 
     Args:
-        gate, up, down: what files call an expert's own.
+        gate, up, down: names of an expert's own in files.
     """
 
     def of(role: str, name: str, stored: str) -> Projection:
@@ -26,12 +26,12 @@ def stacked_experts(gate: str = "gate_proj", up: str = "up_proj", down: str = "d
 
 
 def normalised(config: Any) -> Routing:
-    """The routing of configurations whose chosen experts have weights that come to 1."""
+    """Divide the weights of the chosen experts by their sum."""
     return Routing(int(config.num_experts_per_tok), normalise=True)
 
 
 def normalised_if_told(config: Any) -> Routing:
-    """The routing of configurations that say whether the weights of the chosen experts are divided by their sum."""
+    """Divide the weights of the chosen experts by their sum if the configuration says so."""
     return Routing(int(config.num_experts_per_tok), normalise=bool(config.norm_topk_prob))
 
 

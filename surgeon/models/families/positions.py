@@ -1,4 +1,4 @@
-"""What a configuration says of positions: which layers see a window, which turn, how far; how long a text may be."""
+"""Positions in a configuration: layers with windows, angles, the longest text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LOCAL = ("sliding_attention", "local", "chunked_attention")
 
 
 def windowed_layers(family: Family, config: Any) -> list[bool]:
-    """Which layers' attentions look at a window only."""
+    """Tell of each layer whether its attention looks at a window only."""
     layers = int(config.num_hidden_layers)
     if family.window.tokens is None or getattr(config, family.window.tokens) is None:
         return [False] * layers
@@ -22,7 +22,7 @@ def windowed_layers(family: Family, config: Any) -> list[bool]:
 
 
 def attention_windows(family: Family, config: Any, layers: int) -> tuple[int | None, ...]:
-    """How many tokens each layer's attention looks at; nothing if all of them look at everything.
+    """Count the tokens that each layer's attention looks at; nothing if all of them look at everything.
 
     Raises:
         ValueError: if the configuration does not say which layers have a window, or it is below 1.
@@ -46,7 +46,7 @@ def attention_windows(family: Family, config: Any, layers: int) -> tuple[int | N
 
 
 def rotated_layers(family: Family, config: Any) -> list[bool]:
-    """Which layers' attentions have rotary positions."""
+    """Tell of each layer whether its attention has rotary positions."""
     positions = family.positions
     if positions.in_windows:
         return windowed_layers(family, config)
@@ -56,7 +56,7 @@ def rotated_layers(family: Family, config: Any) -> list[bool]:
 
 
 def rope_kinds(family: Family, config: Any) -> list[str | None]:
-    """What a config calls each layer's rotary positions, where not all layers have the same; else None."""
+    """Name each layer's rotary positions as the config does, where not all layers have the same; else None."""
     kinds = getattr(config, "layer_types", None) or []
     if any(kind in family.positions.rope(config) for kind in kinds):
         return list(kinds)
@@ -64,7 +64,7 @@ def rope_kinds(family: Family, config: Any) -> list[str | None]:
 
 
 def rope_of(family: Family, config: Any, kind: str | None = None) -> dict[str, Any]:
-    """A config's entries on the rotary positions of one of `rope_kinds`."""
+    """Return a config's entries on the rotary positions of one of `rope_kinds`."""
     rope = family.positions.rope(config)
     if kind is not None:
         rope = rope[kind]
@@ -72,7 +72,7 @@ def rope_of(family: Family, config: Any, kind: str | None = None) -> dict[str, A
 
 
 def rotary_angles(family: Family, config: Any, kind: str | None = None) -> tuple[tuple[float, ...], float]:
-    """Of rotary positions: how far each pair of features turns per position, and the factor on cosine and sine.
+    """Return the angle of each pair of features per position, and the factor on cosine and sine.
 
     Args:
         kind: of `rope_kinds`.
@@ -95,11 +95,11 @@ def rotary_angles(family: Family, config: Any, kind: str | None = None) -> tuple
 def long_rotary_angles(
     family: Family, config: Any, kind: str | None = None
 ) -> tuple[int, tuple[float, ...], float] | None:
-    """Of rotary positions that depend on the length of a text: how far pairs turn in long ones, as of `Longer`.
+    """Return the rotary positions of long texts, as of `Longer`.
 
     Returns:
-        The length beyond which they do so, how far each pair of features turns per position, and by how much of
-        the length that is stretched; None where texts of all lengths turn alike.
+        The length beyond which they are others, the angle of each pair of features per position, and by how much of the
+        length that is stretched; None where texts of all lengths turn alike.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -114,7 +114,7 @@ def long_rotary_angles(
 
 
 def longest_text(family: Family, config: Any) -> int:
-    """How many tokens a text may have under this config; learned positions are counted where they are stored."""
+    """Count the tokens that a text may have under this config; learned positions are counted where they are stored."""
     rope = (family.positions.rope(config) or {}) if family.positions.rotary else {}
     times = rope.get("factor") if rope.get("rope_type") == "dynamic" else 1
     if not isinstance(times, int | float) or not 1 <= times < math.inf:  # `rotary_angles` cannot be had then

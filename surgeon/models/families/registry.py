@@ -1,4 +1,4 @@
-"""All families: what the other files of this folder describe. A new file is found by itself."""
+"""All families of this folder; a new file is found by itself."""
 
 from __future__ import annotations
 

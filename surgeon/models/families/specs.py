@@ -1,4 +1,4 @@
-"""Where a layer keeps one of its sublayers: its norms, the modules that are called, its matrices, its experts."""
+"""A sublayer of an architecture: its stages, matrices, experts."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from surgeon.models.routing import Routing
 
 @dataclass(frozen=True)
 class Latent:
-    """The sizes of latent attentions.
+    """The sizes of a latent attention.
 
     Attributes:
-        heads: of an attention.
         width: features of a query or key.
-        turned: how many of them turn with positions.
+        turned: those of them that turn with positions.
         value: features of a value; no more than `width`.
         rank: features of the latent that keys and values are made of.
         query_rank: of the one that queries are made of; None where they are made of the stream.
@@ -37,7 +36,7 @@ class Latent:
         return slice(self.heads * index // count, self.heads * (index + 1) // count)
 
     def shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Of an attention's matrices, on a stream of so many features, and of its latents' norms, by their modules."""
+        """Shapes of matrices, on a stream of so many features, and of the latents' norms, by their modules."""
         made = self.heads * self.width
         expanded = self.heads * (self.width - self.turned + self.value)
         found: dict[str, tuple[int, ...]] = {
@@ -52,9 +51,9 @@ class Latent:
         return found | through | {"q_b_proj": (made, self.query_rank)}
 
     def products(self, hidden: int, heads: int) -> dict[str, tuple[int, int]]:
-        """The matrices, (out_features, in_features), that ranks multiply with for so many heads of theirs.
+        """Shapes of the matrices, (out_features, in_features), that ranks multiply with for so many heads of theirs.
 
-        What reads the stream is one matrix, and values are as wide as keys.
+        One matrix reads the stream, and values are as wide as keys.
         """
         queries = heads * self.width
         expanded = heads * (self.width - self.turned + self.value)
@@ -74,22 +73,20 @@ NEURONS = ("neurons", "shared_neurons")  # units of one feature each
 class Projection:
     """One linear map of a sublayer.
 
-    Projections of a sublayer that have the same path are packed into one module, one after the other in the order of
-    the description.
+    Projections of a sublayer that have the same path are packed into one module in the order of the description.
 
     Attributes:
         role: q, k, v, o, gate, up or down; g where what heads give is gated (Qwen3-Next); of a mixture's shared experts
             shared_gate, shared_up or shared_down.
         path: of the module, from the layer ("self_attn.q_proj").
-        unit: what its divided dimension consists of.
-        reads_stream: True where it reads the normed stream (its output features are divided among slices, by rows of
-            the weight), False where it writes to the stream (its input features are divided, by columns, and its bias
-            belongs to one slice only).
+        unit: of its divided dimension.
+        reads_stream: True where it reads the normed stream (slices have some of its output features, rows of the
+            weight), False where it writes to the stream (slices have some of its input features, and one has its bias).
         interleaved: packed head by head (GPT-NeoX: q, k and v of head 0, then of head 1), or KV group by KV group
             (Falcon: its heads of q, then k and v), not as whole projections.
         transposed: the weight is stored as (in_features, out_features), as in GPT-2's Conv1D.
-        stacked: it is one matrix for each expert of a mixture; `path` is that of a parameter, (experts, ...), and its
-            bias is at `path` with "_bias" behind it.
+        stacked: one matrix for each expert of a mixture; `path` is that of a parameter, (experts, ...), and its bias is
+            at `path` with "_bias" behind it.
         stored: where files have the matrices of experts one by one, the path of one, "{}" standing for its number.
     """
 
@@ -104,7 +101,7 @@ class Projection:
 
     @property
     def divided_dim(self) -> int:
-        """The dimension of the stored weight, of one expert's where they are stacked, along which units lie."""
+        """Dimension of the stored weight, or of one expert's, along which units lie."""
         return int(self.reads_stream == self.transposed)
 
     @property
@@ -153,7 +150,7 @@ def plain_projections(up: str, down: str, transposed: bool = False) -> tuple[Pro
 
 
 def gated_projections(inside: str, packed: str | None = None) -> tuple[Projection, ...]:
-    """The linear maps of a gated MLP in a module, which may call gate and up in one otherwise."""
+    """The linear maps of a gated MLP; `packed` is what it calls gate and up in one."""
     return (
         Projection("gate", f"{inside}.{packed or 'gate_proj'}", "neurons"),
         Projection("up", f"{inside}.{packed or 'up_proj'}", "neurons"),
@@ -162,28 +159,28 @@ def gated_projections(inside: str, packed: str | None = None) -> tuple[Projectio
 
 
 def shared_projections(inside: str) -> tuple[Projection, ...]:
-    """The linear maps of a mixture's shared experts in a module."""
+    """The linear maps of a mixture's shared experts."""
     return tuple(replace(one, role=f"shared_{one.role}", unit="shared_neurons") for one in gated_projections(inside))
 
 
 @dataclass(frozen=True)
 class MixtureSpec:
-    """What a feed-forward that is a mixture of experts has beside their matrices.
+    """A mixture of experts, beside their matrices.
 
     Attributes:
         router: path of the module whose weight has a row for each expert.
         experts: path of the module whose parameters are the experts' stacked matrices.
-        count: the config attribute with how many experts a layer has.
-        routing: of a config: how the router chooses.
+        count: the config attribute that counts a layer's experts.
+        routing: of a config.
         counts: attributes (from the layer) that count experts.
-        top_k: attributes (from the layer) that say how many a token goes to.
+        top_k: attributes (from the layer) that count the experts of a token.
         correction: path of the vector that is added to scores where experts are chosen (`route`), if any.
         shared_router: path of the module whose sigmoid weighs what the shared experts give, if any.
-        clamped_gate: of a config: alpha and limit, where an expert's gate is clamped (gpt-oss), not only activated.
-        shared: of a config: how many neurons the shared experts have together, if there are any.
+        shared: of a config: the neurons of all shared experts, if there are any.
+        clamped_gate: of a config: alpha and limit of an expert's clamped gate (gpt-oss).
         weighs_inputs: whether weights are multiplied with what an expert reads (Llama 4), not with what it gives; its
             module gets a copy of all tokens for each expert then, those of one behind those of the other.
-        logits: which of the router's outputs are its logits, where it has several.
+        logits: index of the logits among the router's outputs, where it has several.
     """
 
     router: str
@@ -201,7 +198,7 @@ class MixtureSpec:
 
     @property
     def whole(self) -> dict[str, str]:
-        """Paths of the parameters that every slice has the whole of, by name: a row, or a number, for each expert."""
+        """Paths of parameters that every slice has the whole of, by name: a row, or a number, for each expert."""
         found = {"router.weight": f"{self.router}.weight", "router.bias": f"{self.router}.bias"}
         if self.correction is not None:
             found["router.correction"] = self.correction
@@ -212,7 +209,7 @@ class MixtureSpec:
 
 @dataclass(frozen=True)
 class StreamNorm:
-    """A stage that norms all it gets, as all norms of the stream do in a family."""
+    """Norms all of the stream, as the family's `Norms` say."""
 
     path: str
 
@@ -222,14 +219,14 @@ Stage = StreamNorm | str  # the latter is the path of a module that computes
 
 @dataclass(frozen=True)
 class Clamp:
-    """A stage of heads: queries, keys and values are clamped to -bound and bound (OLMo)."""
+    """Clamps queries, keys and values to -bound and bound (OLMo)."""
 
     bound: float
 
 
 @dataclass(frozen=True)
 class Growth:
-    """A stage of heads: queries at position p times 1 + rate * log(1 + floor((p + ahead) / length)).
+    """Multiplies queries at position p by 1 + rate * log(1 + floor((p + ahead) / length)).
 
     Attributes:
         unturned: whether only those of layers without rotary positions grow. Padding counts as positions then.
@@ -243,13 +240,13 @@ class Growth:
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """A stage of heads: queries and keys are normed.
+    """Norms queries and keys.
 
     Attributes:
-        gains: "shared" by all heads, (head_dim,); for "each" of them, (heads, head_dim), by norms of the stream's kind
+        gains: "shared" by all heads, (head_dim,); for "each" of them, (heads, head_dim), in norms of the stream's kind
             (Command R+); "turns", (turns, head_dim), one for each layer whose heads take turns in a fused one;
-            "together", a gain for each feature of all heads, which are normed as one (OLMo2); or "none", an L2 norm
-            times the root of head_dim in layers with rotary positions (Llama 4). None where there are no such norms.
+            "together", one for each feature of all heads, which are normed as one (OLMo2); "none", an L2 norm times the
+            root of head_dim in layers with rotary positions (Llama 4); None without such norms.
         queries, keys: paths of the norms.
     """
 
@@ -273,25 +270,25 @@ class SublayerSpec:
     """One sublayer of a layer.
 
     Attributes:
-        stages: what the stream goes through, in order: norms, and modules that compute. The first module of an
-            attention gets the decoder's keyword arguments (mask, positions, cache). The output of slices of a sublayer
-            cannot be normed, so that one with a norm behind its modules (Gemma2, OLMo2) is never sliced or fused.
-        projections: its linear maps.
-        heads: what queries, keys and values go through, in order, before they turn with positions and attend.
+        stages: norms of the stream and modules that compute, in order. The first module of an attention gets the
+            decoder's keyword arguments (mask, positions, cache). The output of slices cannot be normed, so that a
+            sublayer with a norm behind its modules (Gemma2, OLMo2) is never sliced or fused.
+        projections: linear maps.
+        heads: stages of queries, keys and values, in order, before they turn with positions and attend.
         counts: attributes (from the first module) that count heads, neurons or their features: less in a slice.
         cache_slot: path of the attribute that says which slot of the cache the attention uses.
         renamed: keyword arguments of the decoder that an attention calls otherwise, by pairs; None for what it lacks.
-        counted_by: of an attention whose slot of the cache holds a state and counts no tokens: what per-layer lists of
-            the config have for one that counts them, by pairs.
+        counted_by: of an attention whose slot of the cache holds a state and counts no tokens: entries of per-layer
+            lists of the config for one that counts them, by pairs.
         beside: paths of parameters that are no projection's and no norm's, as far as they are there.
         sinks: path of a parameter with a number for each head: one more score, whose weight no value has (gpt-oss).
-        kept: why programs take no part of it by itself, in words about all such attentions: they are neither sliced nor
-            narrowed, while ranks may share their heads.
-        apart: why ranks, predictions and vLLM have none of it in programs, in such words; `transformers` computes it.
+        kept: why programs take no part of such attentions: they are neither sliced nor narrowed, while ranks may share
+            their heads.
+        apart: why ranks, predictions and vLLM have none of them in programs; `transformers` computes them.
         latent: of a config: the sizes of attentions that make keys and values of a latent, which have no projections.
-        numbers: of a config: how many parameters it has beside its projections, where it is not a latent one.
-        width: the config attribute with how many neurons it has, where that is not the family's `intermediate`.
-        mixture: what else it has where its feed-forward is a mixture of experts.
+        numbers: of a config: parameters beside projections, where it is not a latent one.
+        width: the config attribute that counts its neurons, where that is not the family's `intermediate`.
+        mixture: of experts, if it is one.
     """
 
     stages: tuple[Stage, ...]
@@ -327,14 +324,14 @@ class SublayerSpec:
 
     @property
     def stream_norms(self) -> dict[str, str]:
-        """Paths of the norms among its stages: "norm" lies before the first module, "post_norm" behind it."""
+        """Paths of the norms among its stages: "norm" before the modules, "post_norm" behind."""
         first = self.stages.index(self.module)
         norms = [(at, stage.path) for at, stage in enumerate(self.stages) if isinstance(stage, StreamNorm)]
         return {"norm" if at < first else "post_norm": path for at, path in norms}
 
     @property
     def norms(self) -> dict[str, str]:
-        """Paths of all its norms, by name: those of the stream, "q_norm" and "k_norm"."""
+        """Paths of all norms by name, "q_norm" and "k_norm" among them."""
         return self.stream_norms | self.head_norm.paths
 
     @property
@@ -342,7 +339,6 @@ class SublayerSpec:
         return "post_norm" in self.stream_norms
 
     def head_stage(self, kind: type[S]) -> S | None:
-        """The stage of this kind that its heads go through, if any."""
         return next((stage for stage in self.heads if isinstance(stage, kind)), None)
 
     @property
@@ -351,12 +347,12 @@ class SublayerSpec:
 
     @property
     def joins_heads(self) -> bool:
-        """Tell whether a stage is of all heads together, so that ranks with some of them send each other something."""
+        """Tell whether a stage is of all heads together, so that ranks that share them send each other something."""
         return self.head_norm.gains == "together"
 
     @property
     def why_whole(self) -> str | None:
-        """What its heads have between them that no part of them has, in words; None if they have nothing."""
+        """Parameters or norms that heads have between them, in words, if any."""
         if self.joins_heads:
             return "norms queries and keys of all heads together"
         if self.head_norm.gains == "each":
@@ -373,23 +369,19 @@ class SublayerSpec:
 
     @property
     def feature_norms(self) -> dict[str, str]:
-        """Paths of norms that have a gain for each feature of a projection, with its role."""
+        """Paths of norms with a gain for each feature or head of a projection, with its role."""
         if self.head_norm.gains not in ("each", "together"):
             return {}
         return {self.head_norm.queries: "q", self.head_norm.keys: "k"}
 
     def given(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """What its first module is called with, of the keyword arguments that the decoder has for a layer."""
+        """Name the decoder's keyword arguments for a layer as the first module does."""
         names = dict(self.renamed)
         called = {names.get(name, name): value for name, value in arguments.items()}
         return {name: value for name, value in called.items() if name is not None}
 
     def projection(self, role: str) -> Projection:
-        """The linear map with this role.
-
-        Raises:
-            ValueError: if there is none, naming those there are.
-        """
+        """Return the linear map with this role, or raise ValueError naming those there are."""
         for projection in self.projections:
             if projection.role == role:
                 return projection

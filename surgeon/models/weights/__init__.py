@@ -1,7 +1,7 @@
 """One view of a model's tensors, wherever they are stored: matrices by layer and role, slices and averages of them.
 
-`Store` is where tensors are (a module in memory, a checkpoint's folder), `ModelWeights` sees one through its family:
-names become paths, modules become roles. The rules of packing, slicing and averaging stand here and nowhere else.
+`Store` is where tensors are (a module in memory, a checkpoint's folder), `ModelWeights` sees one through its family.
+The rules of packing, slicing and averaging stand here and nowhere else.
 """
 
 from surgeon.models.weights.decompose import TruncatedSVD

@@ -1,7 +1,7 @@
-"""Ways to put two factors in the place of a matrix, by what of its outputs they keep.
+"""Methods that put two factors in the place of a matrix.
 
 Every method finds directions of the outputs, orthonormal columns U with the most important one first, and keeps of a
-matrix W, (out, in), what lies in the first r of them: U_r (U_r' W). They differ in what makes a direction important:
+matrix W, (out, in), U_r (U_r' W) with the first r of them. They differ in what makes a direction important:
 
     plain        the singular vectors of W: what is left out of the weights is smallest
     activation   those of W diag(m^alpha), m the mean size of each input (ASVD, Yuan et al. 2023, section 3.2)
@@ -9,10 +9,10 @@ matrix W, (out, in), what lies in the first r of them: U_r (U_r' W). They differ
                  2025, section 3.1)
 
 Where D is what W is multiplied by and W D = U diag(s) V', U_r (U_r' W) equals the published U_r diag(s_r) V_r' inv(D)
-but needs no inverse of D, which may have none, or one of few digits (COALA, Parkina et al. 2025, does without it in the
-same way). As the directions are nested, so are the factors: those of a lower rank are the first rows and columns.
-Everything is computed in float64. The singular vectors of a large matrix come from the products of its rows or columns
-with each other, which takes less room and time, and tells singular values down to a millionth of the largest one apart.
+but needs no inverse of D, which may have none, or one of few digits (as in COALA, Parkina et al. 2025). Directions are
+nested, and so are factors: those of a lower rank are the first rows and columns. Everything is computed in float64. The
+singular vectors of a large matrix come from the products of its rows or columns with each other, which takes less room
+and time, and tells singular values down to a millionth of the largest one apart.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SecondMoment:
     Attributes:
         matrix: (in, in).
         samples: tokens taken in so far.
-        noise: how far off the inputs may be by rounding, as `noise_of` has it.
+        noise: rounding of the inputs, as of `noise_of`.
     """
 
     def __init__(self, features: int, device: torch.device | str = "cpu") -> None:
@@ -57,22 +57,22 @@ class SecondMoment:
         self.noise = max(self.noise, noise_of(inputs.dtype, len(self.matrix)))
 
     def zero(self, largest: Tensor, rounding: float = 0.0) -> float:
-        """Up to where an eigenvalue of this moment, with features scaled to size 1, is rounding.
+        """Return the largest eigenvalue of this moment, with features scaled to size 1, that is rounding.
 
         Args:
             largest: of the eigenvalues.
-            rounding: of other numbers than the inputs that the moment was multiplied with, as `noise`.
+            rounding: of other numbers that the moment was multiplied with, as `noise`.
         """
         sums = torch.finfo(torch.float64).eps * len(self.matrix) * float(largest)
         return max(self.noise**2, rounding**2, sums)
 
 
 def noise_of(dtype: torch.dtype, features: int) -> float:
-    """How far off numbers of a dtype may be, in parts of their size, that are sums over so many products.
+    """Return the rounding of sums over so many products in a dtype, in parts of their size.
 
-    They are rounded to the dtype, and sums are accumulated in float32 at least: the errors of these grow with the root
-    of how many are added. What inputs of tiny models have beyond what they should span lies below (768 features: in
-    float32 by a factor of 17, in bfloat16 of 1.4).
+    Sums are accumulated in float32 at least: their errors grow with the root of how many are added. What inputs of tiny
+    models have beyond what they should span lies below (768 features: in float32 by a factor of 17, in bfloat16 of
+    1.4).
     """
     precision = float(torch.finfo(dtype).eps)
     return 2 * max(precision, math.sqrt(features) * min(precision, torch.finfo(torch.float32).eps))
@@ -86,8 +86,8 @@ class Whitening:
         factor: S, (in, rank), float64.
         how: "cholesky": S is the lower Cholesky factor. "eigenvalues": X'X has no inverse (fewer tokens than features,
             or features that within rounding are combinations of others), and S is D Q diag(sqrt(l)): D the features'
-            sizes, Q and l eigenvectors and eigenvalues of inv(D) X'X inv(D), those left out that are 0 within the
-            rounding of the inputs. Nothing is added to the diagonal in either case.
+            sizes, Q and l eigenvectors and eigenvalues of inv(D) X'X inv(D) that are above rounding. Nothing is added
+            to the diagonal in either case.
     """
 
     factor: Tensor
@@ -95,12 +95,12 @@ class Whitening:
 
     @property
     def rank(self) -> int:
-        """The number of independent directions that the inputs have."""
+        """Independent directions of the inputs."""
         return self.factor.shape[1]
 
 
 def whiten(moment: SecondMoment) -> Whitening:
-    """A factor of the second moment: by Cholesky where features are independent, else by eigenvalues."""
+    """Factor the second moment: by Cholesky where features are independent, else by eigenvalues."""
     matrix = moment.matrix
     sizes = matrix.diagonal().sqrt()
     if moment.samples >= len(matrix):
@@ -130,7 +130,7 @@ _BLOCK = 1 << 20  # numbers that are converted to float64 at a time
 
 @dataclass(frozen=True)
 class Statistics:
-    """What calibration has found of a matrix's inputs, X over all tokens.
+    """Calibration of a matrix's inputs, X over all tokens.
 
     Attributes:
         moment: X'X.
@@ -143,12 +143,12 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Decomposition:
-    """What a matrix is truncated by.
+    """Directions to truncate a matrix by.
 
     Attributes:
-        values: singular values of the matrix as it was weighed, largest first, (min(out, in),), float64.
+        values: singular values of the weighed matrix, largest first, (min(out, in),), float64.
         left: orthonormal columns, (out, at most min(out, in)), float64, that together span those of the matrix.
-        reached: how many of the columns the inputs have an order for; the others follow in that of the plain ones.
+        reached: the number of columns that the inputs order; the others follow in the order of the plain ones.
     """
 
     values: NDArray[np.float64]
@@ -160,7 +160,7 @@ Decomposer = Callable[[Tensor], Decomposition]
 
 
 def decomposer(method: Method, statistics: Statistics | None = None, alpha: float = ALPHA) -> Decomposer:
-    """What decomposes the matrices that read these inputs; what they have in common is computed once.
+    """Make a function that decomposes the matrices that read these inputs.
 
     Args:
         alpha: of `activation`: from 0, which is plain, to 1.
@@ -182,11 +182,10 @@ def decomposer(method: Method, statistics: Statistics | None = None, alpha: floa
 
 
 def decompose(matrix: Tensor, weighing: Tensor | None = None) -> Decomposition:
-    """Singular values and left singular vectors of W, or of W times what weighs its inputs.
+    """Decompose W, or W times what weighs its inputs.
 
-    Where inputs do not reach all of the matrix (fewer tokens than features), W S has fewer directions than W. The
-    inputs do not say in which order the rest matters, so that it follows in the order of its plain singular values;
-    at full rank the matrix is whole again, for inputs of every kind.
+    Where inputs do not reach all of the matrix (fewer tokens than features), the rest follows in the order of its plain
+    singular values; at full rank the matrix is whole again, for inputs of every kind.
 
     Args:
         matrix: W, (out, in).
@@ -211,7 +210,7 @@ def decompose(matrix: Tensor, weighing: Tensor | None = None) -> Decomposition:
 
 
 def _left_singular(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Left singular vectors, (out, at most min(out, in)), and all singular values."""
+    """Compute left singular vectors, (out, at most min(out, in)), and all singular values."""
     if matrix.numel() > LARGE:
         return _from_products(matrix)
     left, values, _ = torch.linalg.svd(matrix.double(), full_matrices=False)
@@ -219,7 +218,7 @@ def _left_singular(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _from_products(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """The same by eigenvectors of W W' or W'W, whichever is smaller; of W'W those that are no rounding."""
+    """Compute them by eigenvectors of W W' or W'W, whichever is smaller; of W'W those that are no rounding."""
     tall = len(matrix) > matrix.shape[1]
     lines = matrix if tall else matrix.T
     width = lines.shape[1]
@@ -250,7 +249,7 @@ def _from_products(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _blocks(matrix: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Some rows at a time, in float64."""
+    """Yield some rows at a time, in float64."""
     count = max(1, _BLOCK // matrix.shape[1])
     for first in range(0, len(matrix), count):
         rows = slice(first, min(first + count, len(matrix)))
@@ -258,7 +257,7 @@ def _blocks(matrix: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _completed(matrix: Tensor, left: Tensor) -> Tensor:
-    """Further orthonormal columns for what of the matrix the given ones do not span."""
+    """Add orthonormal columns for the part of the matrix that the given ones do not span."""
     rest = matrix - left @ (left.T @ matrix)
     more, values = _left_singular(rest)
     beyond = values[: more.shape[1]] > _ROUNDING * torch.linalg.matrix_norm(matrix)
@@ -267,7 +266,7 @@ def _completed(matrix: Tensor, left: Tensor) -> Tensor:
 
 
 def truncate(matrix: Tensor, left: Tensor, rank: int) -> Tensor:
-    """The matrix of at most this rank that is left of W: U_r (U_r' W), (out, in), float64.
+    """Reduce W to at most this rank: U_r (U_r' W), (out, in), float64.
 
     Args:
         left: as in `Decomposition`.
@@ -277,10 +276,10 @@ def truncate(matrix: Tensor, left: Tensor, rank: int) -> Tensor:
 
 
 def factors_by(matrix: Tensor, left: Tensor, rank: int) -> Factors:
-    """The two factors of `truncate`, float64, each direction's size divided evenly among them.
+    """Make the two factors of `truncate`, float64, each direction's size divided evenly among them.
 
-    Of plain directions that is equation 1 of DeInfer: U_r diag(sqrt(s_r)) and diag(sqrt(s_r)) V_r'. Where the matrix
-    has fewer directions than the rank, what is left of the factors is zeros.
+    Of plain directions that is equation 1 of DeInfer: U_r diag(sqrt(s_r)) and diag(sqrt(s_r)) V_r'. Zeros fill up a
+    rank that the matrix does not have.
 
     Args:
         left: as in `Decomposition`.
@@ -302,10 +301,10 @@ def factors_by(matrix: Tensor, left: Tensor, rank: int) -> Factors:
 def factorise(
     matrix: Tensor, rank: int, method: Method = "plain", statistics: Statistics | None = None, alpha: float = ALPHA
 ) -> Factors:
-    """Two factors of this rank, float64, in the place of a matrix, (out, in).
+    """Make two factors of this rank, float64, in the place of a matrix, (out, in).
 
     Args:
-        statistics: what the method has to know of the inputs (`NEEDS`).
+        statistics: of the inputs, as `NEEDS` of the method.
 
     Raises:
         ValueError: if there is no such method, or the rank is not from 1 to the full one.
@@ -318,11 +317,11 @@ def factorise(
 
 
 class TruncatedSVD:
-    """Makes the plain factors of any matrix: no text is needed.
+    """Makes the plain factors of any matrix; no text is needed.
 
     Args:
-        remembers: whether directions are kept, of the layers that were asked for last: other ranks of theirs come
-            from them. The model must stay as it is.
+        remembers: whether directions of the layers that were asked for last are kept for other ranks of theirs. The
+            model must stay as it is.
         room: bytes that may be taken by directions of other layers, too; those used last are kept.
     """
 
@@ -332,7 +331,7 @@ class TruncatedSVD:
         self.kept: dict[tuple[tuple[int, ...], str], Tensor] = {}
 
     def factors(self, sublayer: Sublayer, role: str, matrix: WeightMatrix) -> Factors:
-        """As `factorise`, in the matrix's own dtype, but float32 at least.
+        """Make factors in the matrix's own dtype, but float32 at least.
 
         Raises:
             ValueError: if the matrix holds numbers that are not finite.
@@ -368,19 +367,19 @@ def fitted(
     cross: Tensor | None = None,
     kept: torch.dtype = torch.float64,
 ) -> Factors:
-    """The same first factor with the second one that best gives W's outputs (SVD-LLM, section 3.2, in closed form).
+    """Fit the second factor, so that both best give W's outputs (SVD-LLM, section 3.2, in closed form).
 
-    With Z the inputs that the factors get and X those that W got, it minimises |X W' - Z F' B'| over B; the least
-    change of the given B that does, so that it stays as it is where inputs do not reach. Where Z F' is small next to
-    what rounding makes of it, of the inputs or of the factors, they do not: B would answer to rounding there, with
-    numbers that make as much of the next rounding.
+    With Z the inputs that the factors get and X those that W got, it minimises |X W' - Z F' B'| over B, by the least
+    change of the given B: it stays as it is where inputs do not reach. They do not where Z F' is small next to
+    rounding, of
+    the inputs or of the factors: B would answer to rounding there, with numbers that make as much of the next rounding.
 
     Args:
         matrix: W, (out, in).
         factors: F, (rank, in), and B, (out, rank).
         moment: Z'Z.
         cross: X'Z, (in, in); Z'Z where the inputs are the same.
-        kept: what the factors will be rounded to.
+        kept: the dtype that the factors will be rounded to.
     """
     first = factors.first.double()
     second = factors.second.double()
@@ -404,6 +403,6 @@ def fitted(
 
 
 def truncation_loss(matrix: Tensor, factors: Factors, moment: SecondMoment) -> float:
-    """How far the outputs on X are off: |X W' - X (B F)'|, the Frobenius norm."""
+    """Return the error of the outputs on X: |X W' - X (B F)'|, the Frobenius norm."""
     rest = matrix.double() - factors.second.double() @ factors.first.double()
     return float((rest @ moment.matrix.to(rest) * rest).sum().clamp_min(0).sqrt())

@@ -27,16 +27,16 @@ from surgeon.models.weights.view import ModelWeights
 
 
 def derive_sublayer(sublayer: Sublayer, owner: nn.Module, weights: ModelWeights) -> nn.Module:
-    """A module with the same inner paths as a layer that holds one averaged, narrowed, sliced or factorised sublayer.
+    """Make a module, with a layer's inner paths, that holds one averaged, narrowed, sliced or factorised sublayer.
 
     Args:
         owner: a layer that the sublayer is made of, whose modules are copied and never changed.
         weights: of the model that it is a layer of.
 
     Raises:
-        ValueError: if heads or neurons do not divide into the slices asked for, layers to be averaged differ in width,
-            there are fewer heads or neurons than are to be kept, a rank is above that of its matrix, or a module has
-            parameters that its architecture does not.
+        ValueError: if heads or neurons do not divide into the slices, layers to be averaged differ in width, there are
+            fewer heads or neurons than are to be kept, a rank is above that of its matrix, or a module has parameters
+            that its architecture does not.
     """
     spec = weights.spec(sublayer)
     if sublayer.piece is not None:
@@ -62,17 +62,16 @@ def derive_sublayer(sublayer: Sublayer, owner: nn.Module, weights: ModelWeights)
 
 
 def _parameters(owner: nn.Module, spec: SublayerSpec) -> Iterator[tuple[nn.Module, str]]:
-    """The parameters of a sublayer, those of its norm first: whose each is, and its path from the layer."""
+    """Yield a sublayer's parameters, those of its norm first: the owner of each, and its path from the layer."""
     for root in spec.called:
         for path, module in owner.get_submodule(root).named_modules(prefix=root):
             yield from ((module, name) for name, _ in module.named_parameters(path, recurse=False))
 
 
 def share_undivided(slices: Sequence[nn.Module], spec: SublayerSpec) -> None:
-    """Make slices of one sublayer have one parameter between them wherever each of them has the whole of it.
+    """Make slices of one sublayer share the parameters that each of them has the whole of.
 
-    So they still have the same norm, and the same factor that is not divided, after training: what is stored of them
-    is one sublayer.
+    So they are stored as one sublayer after training, too.
 
     Args:
         slices: as `derive_sublayer` makes them.
@@ -86,9 +85,9 @@ def share_undivided(slices: Sequence[nn.Module], spec: SublayerSpec) -> None:
 
 
 def is_whole_in_slices(path: str, spec: SublayerSpec) -> bool:
-    """Whether every slice of a sublayer has the whole of the parameter at a path from its layer.
+    """Tell whether every slice of a sublayer has the whole of the parameter at a path from its layer.
 
-    Of norms and routers it has, and of one factor in two: the one that is on the stream's side of its matrix.
+    Norms and routers are whole, and of two factors the one on the stream's side of its matrix.
     """
     norms = (norm for norm in spec.norms.values() if norm not in spec.feature_norms)
     if path.startswith(tuple(f"{norm}." for norm in norms)):
@@ -103,7 +102,7 @@ def is_whole_in_slices(path: str, spec: SublayerSpec) -> bool:
 def _dispatch_as(like: nn.Module, shell: nn.Module) -> None:
     """Have `accelerate` bring inputs to a module, and its weights if need be, as it does for a layer's own one.
 
-    Weights that are to be somewhere else until they are needed are in main memory then, also those of layers on disk.
+    Offloaded weights are in main memory then, also those of layers on disk.
     """
     hook = getattr(like, "_hf_hook", None)
     if hook is None:
@@ -124,7 +123,7 @@ def _dispatch_as(like: nn.Module, shell: nn.Module) -> None:
 
 
 def _fix_output_biases(shell: nn.Module, spec: SublayerSpec) -> None:
-    """Make the biases that are added to the stream numbers that training leaves as they are: another slice has them."""
+    """Make the biases that are added to the stream buffers: another slice has them as parameters."""
     parameters = dict(shell.named_parameters())
     for one in spec.projections:
         own = own_path(one, spec)
@@ -137,7 +136,7 @@ def _fix_output_biases(shell: nn.Module, spec: SublayerSpec) -> None:
 
 
 def module_with(tensors: Tensors, owner: nn.Module, spec: SublayerSpec, head_dim: int) -> nn.Module:
-    """A copy of one sublayer of a layer, under the same inner paths, with other tensors, by path from the layer.
+    """Copy one sublayer of a layer, with other tensors, by path from the layer.
 
     Args:
         head_dim: the width of one head.
@@ -153,7 +152,7 @@ def module_with(tensors: Tensors, owner: nn.Module, spec: SublayerSpec, head_dim
 
 
 def stored_tensors(sublayer: Sublayer, weights: ModelWeights) -> Tensors:
-    """A sublayer's tensors as its architecture stores them, by path from the layer, in memory of their own.
+    """Return a sublayer's tensors as its architecture stores them, by path from the layer, in memory of their own.
 
     Projections are packed and transposed as in a layer, but for those with a rank. A bias that another slice holds is
     zero.
@@ -168,7 +167,7 @@ def stored_tensors(sublayer: Sublayer, weights: ModelWeights) -> Tensors:
 
 
 def packed(tensors: Tensors, spec: SublayerSpec, width: int) -> Tensors:
-    """The inverse of `ModelWeights.by_role`, or of a part of it: tensors by path from the layer, in their own memory.
+    """Invert `ModelWeights.by_role`, or a part of it: tensors by path from the layer, in their own memory.
 
     Args:
         width: of one head; 1 for a feed-forward.
@@ -199,7 +198,7 @@ def packed(tensors: Tensors, spec: SublayerSpec, width: int) -> Tensors:
 
 
 def _on_its_own(role: str, path: str, tensors: Tensors) -> Tensors:
-    """The tensors of a projection of a module that is taken apart, which lie below its own path."""
+    """Name the tensors of a projection of a module that is taken apart."""
     factored = f"{role}.first.weight" in tensors
     if factored:
         names = {"first.weight": "first.weight", "second.weight": "second.weight"}
@@ -211,7 +210,7 @@ def _on_its_own(role: str, path: str, tensors: Tensors) -> Tensors:
 
 
 def _in_place(parts: list[Tensor], projections: list[Projection], spec: SublayerSpec, width: int, dim: int) -> Tensor:
-    """The projections of a module where each lies in it, along one dimension."""
+    """Put the projections of a module in their places along one dimension."""
     if len(parts) == 1:
         return parts[0].clone(memory_format=torch.contiguous_format)
     units = {one.unit: part.shape[dim] // width for one, part in zip(projections, parts, strict=True)}
@@ -221,10 +220,10 @@ def _in_place(parts: list[Tensor], projections: list[Projection], spec: Sublayer
 
 
 def _copy_with(owner: nn.Module, path: str, tensors: Tensors, replaced: dict[str, nn.Module]) -> nn.Module:
-    """A copy of a layer's module with other tensors, freed from hooks that would move or reload the original's.
+    """Copy a layer's module with other tensors, freed from hooks that would move or reload the original's.
 
     Args:
-        replaced: modules inside it, or itself, that others stand for.
+        replaced: new modules inside it, or itself, by path.
     """
     from accelerate.hooks import ModelHook, remove_hook_from_module
 

@@ -1,7 +1,6 @@
-"""Matrices as the product of two factors: as they are stored, or made of a whole matrix when they are asked for.
+"""Matrices as the product of two factors: stored so, or made of a whole matrix when they are asked for.
 
-A matrix W, (out, in), of rank r is stored as first, (r, in), and second, (out, r): W = second @ first, and the product
-with an input is that with the first factor, then with the second.
+A matrix W, (out, in), of rank r is first, (r, in), and second, (out, r): W = second @ first.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ class Factors(NamedTuple):
     second: Tensor
 
     def product(self) -> Tensor:
-        """The matrix that they stand for, (out_features, in_features)."""
+        """Multiply them, (out_features, in_features)."""
         return self.second @ self.first
 
 
 class FactorSource(Protocol):
-    """What makes factors of whole matrices, or has them."""
+    """Makes factors of whole matrices, or has them."""
 
     def factors(self, sublayer: Sublayer, role: str, matrix: WeightMatrix) -> Factors:
-        """Factors in place of a matrix.
+        """Return factors in place of a matrix.
 
         Args:
             sublayer: not a slice; its rank of the role is that of the factors.
-            matrix: what is to be factorised, not read yet.
+            matrix: not read yet.
 
         Raises:
             ValueError: if there are none for it, or the matrix holds numbers that are not finite.
@@ -56,7 +55,6 @@ class Factored:
 
     @property
     def rank(self) -> int:
-        """How many rows the first factor has."""
         return self.first.shape[0]
 
     @property
@@ -66,19 +64,16 @@ class Factored:
 
     @property
     def dtype(self) -> torch.dtype:
-        """As the factors are stored."""
         return self.first.dtype
 
     def factors(self) -> Factors:
-        """Their values, as they are stored."""
         return Factors(self.first.whole(), self.second.whole())
 
     def whole(self, dtype: torch.dtype | None = None) -> Tensor:
-        """All values of the product, multiplied in float32 or wider."""
+        """Multiply in float32 or wider."""
         return _product(self.factors(), dtype or self.dtype)
 
     def rows(self, first: int, end: int) -> Tensor:
-        """Rows first..end-1 of the product."""
         return _product(Factors(self.first.whole(), self.second.rows(first, end)), self.dtype)
 
 
@@ -87,7 +82,6 @@ class Factorised:
     """A matrix that a source puts two factors in place of, when they are asked for.
 
     Attributes:
-        sublayer, role: whose it is.
         of: the whole matrix of the sublayer before it is sliced.
         features: of the slice, the indices along the dimension that is divided; None for all.
         writes: whether inputs are divided among slices, not outputs.
@@ -118,14 +112,13 @@ class Factorised:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the whole matrix."""
         return self.of.dtype
 
     def factors(self) -> Factors:
-        """What the source has, in the dtype that it computed in.
+        """Ask the source, in the dtype that it computed in.
 
         Raises:
-            ValueError: as the source does, if the rank is above the matrix's, or what the source has does not fit it.
+            ValueError: as the source does, if the rank is above the matrix's, or factors of the source do not fit it.
         """
         if self.rank > min(self.of.shape):
             outputs, inputs = self.of.shape
@@ -147,11 +140,9 @@ class Factorised:
         return Factors(made.first, made.second.index_select(0, features))
 
     def whole(self, dtype: torch.dtype | None = None) -> Tensor:
-        """All values of the product."""
         return _product(self.factors(), dtype or self.dtype)
 
     def rows(self, first: int, end: int) -> Tensor:
-        """Rows first..end-1 of the product."""
         return self.whole()[first:end]
 
 

@@ -1,9 +1,8 @@
-"""Which sublayers are stored as one layer: an attention and a feed-forward of the same layers.
+"""Layers to be stored for a program: one attention and one feed-forward of the same layers each.
 
-A program's sublayers may have weights that no layer of the original has: averages, some of its heads or neurons,
-factors in place of matrices. What is stored of a program is a list of layers of one attention and one feed-forward
-each, and sublayers of the same layers share one where they can: slices of one matrix always, other widths or ranks of
-it never.
+Sublayers may have weights that no layer of the original has: averages, some of its heads or neurons, factors in place
+of matrices. Those of the same layers share a stored one where they can: slices of one matrix always, other widths or
+ranks of it never.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ class Group:
 
     Attributes:
         layers: those it has the weights of; more than one for their average.
-        count: into how many slices it is cut, where slices of other numbers are stored apart.
+        count: slices it is cut into, where slices of other numbers are stored apart.
         sublayers: its attention and its feed-forward, by kind, unsliced; one that the program does not use is whole.
         used: the kinds that the program uses.
     """
@@ -31,12 +30,11 @@ class Group:
     used: frozenset[str]
 
     def sublayer(self, kind: str, piece: tuple[int, int] | None = None) -> Sublayer:
-        """Its attention or feed-forward, or a slice of it."""
         return replace(self.sublayers[kind], piece=piece)
 
 
 class Groups:
-    """The layers to be stored for some sublayers, and which of them holds each.
+    """The layers to be stored for some sublayers.
 
     Args:
         by_count: whether slices of other numbers are stored apart, because each number has weights of its own.
@@ -60,7 +58,7 @@ class Groups:
                 self.groups.append(Group(layers, count, held, used))
 
     def place(self, sublayer: Sublayer) -> int:
-        """The number of the layer that holds a sublayer."""
+        """Return the number of the layer that holds a sublayer."""
         return self._places[replace(sublayer, piece=None), self._key(sublayer)[1]]
 
     def _key(self, sublayer: Sublayer) -> tuple[tuple[int, ...], int | None]:

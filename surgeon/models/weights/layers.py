@@ -1,4 +1,4 @@
-"""How single layers are stored: which heads, neurons and experts they have, and where each matrix of them lies.
+"""Single layers as they are stored: their heads, neurons and experts, and the places of their matrices.
 
 Heads and neurons are counted from the shapes of the weights, never from the configuration: layers may differ in width
 (a fused LP pair is one layer of twice the heads and neurons).
@@ -24,11 +24,7 @@ Kept = slice | Tensor  # of features, to be indexed with
 
 
 class StoredWeights:
-    """What a store holds of each layer, seen through its family's description.
-
-    Attributes:
-        head_dim: the width of one head.
-    """
+    """Stored layers, seen through their family's description."""
 
     def __init__(self, store: Store, family: Family, head_dim: int) -> None:
         self.store = store
@@ -44,57 +40,56 @@ class StoredWeights:
         return self.names.of(path) in self.store
 
     def shape(self, path: str) -> tuple[int, ...]:
-        """The shape of a tensor, by its path from the causal language model."""
+        """Return the shape of a tensor, by its path from the causal language model."""
         return self.store.shape(self.names.of(path))
 
     def tensor(self, path: str, bounds: Bounds | None = None, dim: int = 0) -> Tensor:
-        """A tensor, or a part of it along one dimension."""
+        """Return a tensor, or a part of it along one dimension."""
         name = self.names.of(path)
         if bounds is None:
             return self.store.tensor(name)
         return self.store.part(name, dim, *bounds)
 
     def count_layers(self) -> int:
-        """How many layers are stored; the configuration of an edited model may count attentions of its program."""
+        """Count stored layers; the configuration of an edited model may count attentions of its program."""
         pattern = re.compile(rf"{re.escape(self.names.layers)}(\d+)\.")
         return 1 + max(int(match[1]) for name in self.store.names() if (match := pattern.match(name)))
 
     @property
     def position_rows(self) -> int:
-        """Rows of a learned position embedding, 0 without one."""
+        """Rows of a learned position embedding."""
         path = self.family.positions.embedding
         if path is None:
             return 0
         return self.shape(f"{path}.weight")[0]
 
     def has_factors(self) -> bool:
-        """Whether some layer stores two factors in place of a matrix."""
+        """Tell whether some layer stores two factors in place of a matrix."""
         prefix = self.names.layers
         return any(name.startswith(prefix) and name.endswith(".first.weight") for name in self.store.names())
 
     def stored_width(self, kind: str, layer: int) -> int:
-        """How many KV groups, or neurons, a layer is stored with."""
+        """Count the KV groups, or neurons, of a stored layer."""
         return units_in(kind, self.stored_units(kind, layer))
 
     def stored_experts(self, layer: int) -> int | None:
-        """How many experts a layer is stored with; None where it is no mixture."""
+        """Count the experts of a stored layer; None where it is no mixture."""
         mixture = self.family.spec(FEED_FORWARD, layer).mixture
         if mixture is None:
             return None
         return self.shape(f"{self.prefix(layer)}{mixture.router}.weight")[0]
 
     def prefix(self, layer: int) -> str:
-        """What paths of a layer's tensors begin with."""
         return f"{self.family.layers}.{layer}."
 
     def unit_width(self, kind: str) -> int:
-        """How many features a head of an attention, or a neuron of a feed-forward, has."""
+        """Count the features of a head of an attention, or of a neuron of a feed-forward."""
         if kind == ATTENTION:
             return self.head_dim
         return 1
 
     def stored_units(self, kind: str, layer: int) -> Units:
-        """How many heads and KV heads, or neurons, a layer is stored with.
+        """Count the heads and KV heads, or neurons, of a stored layer.
 
         Raises:
             ValueError: if the shape of a weight is not a multiple of the head's width, or does not fit the others.
@@ -132,10 +127,7 @@ class StoredWeights:
         return units
 
     def own_matrix(self, layer: int, kind: str, projection: Projection, expert: int = 0) -> Dense | Factored | None:
-        """A projection's own matrix, where it has tensors of its own: in a module that is taken apart, or of an expert.
-
-        None where it lies in the module as its architecture has it.
-        """
+        """Return a projection's own matrix, of a module that is taken apart or of an expert; else None."""
         key = layer, projection.role, expert
         if key not in self._known_own:
             self._known_own[key] = self._find_own(layer, kind, projection, expert)
@@ -160,7 +152,7 @@ class StoredWeights:
         return None
 
     def layer_matrix(self, layer: int, kind: str, projection: Projection, kept: Kept, expert: int) -> Dense | Factored:
-        """What a layer has of a matrix, of an expert's if it is a mixture: these of the matrix's own features."""
+        """Return a matrix of a layer, or of an expert, with these of its own features."""
         own = self.own_matrix(layer, kind, projection, expert)
         places = self.places(layer, kind, projection)[kept]
         if own is None:
@@ -181,7 +173,7 @@ class StoredWeights:
         return Factored(replace(own.first, dim=1, features=features), own.second)
 
     def bias_path(self, layer: int, kind: str, projection: Projection, expert: int) -> str:
-        """Where the bias behind a matrix lies, if there is one."""
+        """Return the path of the bias behind a matrix, if there is one."""
         own = self.own_matrix(layer, kind, projection, expert)
         prefix = self.prefix(layer)
         if own is None:
@@ -194,13 +186,13 @@ class StoredWeights:
         return f"{path}.bias"
 
     def one_of(self, path: str, index: int | None) -> Tensor:
-        """A tensor, or one of those that are stacked in it."""
+        """Return a tensor, or one of those that are stacked in it."""
         if index is None:
             return self.tensor(path)
         return self.tensor(path, (index, index + 1))[0]
 
     def places(self, layer: int, kind: str, projection: Projection) -> Tensor:
-        """Where the features of a projection lie in the tensors that a layer stores it in."""
+        """Index the features of a projection in the tensors that a layer stores it in."""
         key = layer, projection.role
         if key not in self._known_places:
             units = self.stored_units(kind, layer)

@@ -1,7 +1,7 @@
-"""Where roles lie in the modules that hold them, and where heads and neurons lie in a role.
+"""Places of roles in the modules that hold them, and of heads and neurons in a role.
 
-A module may hold several projections, packed one after the other or head by head, and may be stored transposed. Code
-that needs a matrix asks for its role; these are the indices that lead from one to the other, and back.
+A module may hold several projections, packed one after the other or head by head, and may be stored transposed. These
+are the indices that lead from a role to the module, and back.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Units = dict[Unit, int]
 
 @cache
 def modules_of(spec: SublayerSpec) -> dict[str, list[Projection]]:
-    """A sublayer's projections by the module they lie in."""
+    """Sort a sublayer's projections by their module."""
     found: dict[str, list[Projection]] = {}
     for projection in spec.projections:
         found.setdefault(projection.path, []).append(projection)
@@ -31,12 +31,12 @@ def modules_of(spec: SublayerSpec) -> dict[str, list[Projection]]:
 
 
 def own_path(projection: Projection, spec: SublayerSpec) -> str:
-    """Where a projection has tensors of its own, from the layer, once its module is taken apart.
+    """Return the path of a projection's own tensors, from the layer, once its module is taken apart.
 
     A module is taken apart when one of its matrices is stored as two factors. Then each projection in it has
     `first.weight` and `second.weight` below this path, or `weight` if it is still whole, (out_features, in_features)
-    all of them; its bias is `second.bias`, or `bias`. Of matrices that are stacked, so are the factors; a mixture's
-    experts are taken apart together.
+    all of them; its bias is `second.bias`, or `bias`. Factors of stacked matrices are stacked; a mixture's experts are
+    taken apart together.
     """
     packed = modules_of(spec)[projection.path]
     if projection.stacked:
@@ -47,10 +47,10 @@ def own_path(projection: Projection, spec: SublayerSpec) -> str:
 
 
 def taken_apart(spec: SublayerSpec, factored: Callable[[str], bool]) -> list[Projection]:
-    """The projections that lie in modules taken apart, because something in them is stored as two factors.
+    """Return the projections in modules that are taken apart.
 
     Args:
-        factored: whether the matrix of a role is.
+        factored: whether the matrix of a role is two factors.
     """
     modules: dict[str, list[Projection]] = {}
     for one in spec.projections:
@@ -59,13 +59,13 @@ def taken_apart(spec: SublayerSpec, factored: Callable[[str], bool]) -> list[Pro
 
 
 def unit_features(projection: Projection, spec: SublayerSpec, units: Units, width: int) -> Tensor:
-    """Where a projection's heads or neurons lie in its module: (units, features of each), indices.
+    """Index a projection's heads or neurons in its module: (units, features of each).
 
-    For the weight as it is stored they count along `projection.divided_dim`; other projections packed into the same
-    module have the other indices.
+    Indices count along `projection.divided_dim` of the weight as it is stored; other projections packed into the same
+    module have the other ones.
 
     Args:
-        units: how many of each the sublayer has.
+        units: of the sublayer.
         width: of one head; 1 for neurons.
     """
     packed = [other for other in spec.projections if other.path == projection.path]
@@ -82,18 +82,14 @@ def unit_features(projection: Projection, spec: SublayerSpec, units: Units, widt
 
 
 def units_in(kind: str, units: Units) -> int:
-    """How many KV groups an attention has, or neurons a feed-forward: what narrowed ones have fewer of."""
+    """Count the units that narrowed sublayers have fewer of: KV groups of an attention, neurons of a feed-forward."""
     if kind == FEED_FORWARD:
         return units["neurons"]
     return units.get("kv_heads", units.get("heads", 0))
 
 
 def narrowed(sublayer: Sublayer, units: Units) -> Units:
-    """What a sublayer has of the heads or neurons of its layer.
-
-    Raises:
-        ValueError: if it is to have more than there are.
-    """
+    """Count a sublayer's heads or neurons of those of its layer; refuse more than there are."""
     if sublayer.width is None:
         return units
     whole = units_in(sublayer.kind, units)
@@ -102,21 +98,21 @@ def narrowed(sublayer: Sublayer, units: Units) -> Units:
 
 
 def unit_bounds(size: int, piece: Bounds | None) -> Bounds:
-    """First and end of the units of one slice, (index, count).
+    """Return first and end of the units of one slice, (index, count).
 
-    Where there are more slices than units (KV heads shared by many heads), several slices hold the same one.
+    Several slices hold the same unit where there are more of them (KV heads shared by many heads).
     """
     index, count = piece or (0, 1)
     return index * size // count, -(-(index + 1) * size // count)
 
 
 def holds_output_bias(sublayer: Sublayer) -> bool:
-    """Whether the bias that is added to the stream belongs to this sublayer: of slices, to the first one only."""
+    """Tell whether a sublayer has the bias that is added to the stream: of slices, the first one."""
     return sublayer.piece is None or sublayer.piece[0] == 0
 
 
 def indivisible(sublayer: Sublayer, units: Units, replicate: bool = False) -> str | None:
-    """Why a sublayer cannot be cut into the slices its `piece` says; None if it can.
+    """Say why a sublayer cannot be cut into the slices of its `piece`; None if it can.
 
     Args:
         replicate: whether more slices than KV heads are fine (slices then hold copies of a KV head).
@@ -136,11 +132,7 @@ def indivisible(sublayer: Sublayer, units: Units, replicate: bool = False) -> st
 
 
 def require_parts(sublayer: Sublayer, spec: SublayerSpec, family: Family) -> None:
-    """Refuse fewer heads than an attention has that is kept as it is, and factors where it has no matrices.
-
-    Raises:
-        ValueError: saying which attentions those are, and why they are kept.
-    """
+    """Refuse fewer heads of an attention that is kept as it is, and factors where it has no matrices."""
     if spec.kept is None:
         return
     factors = sublayer.ranks and not spec.projections

@@ -1,4 +1,4 @@
-"""One matrix of a sublayer, however it is stored: of a layer, or the average of several layers' matrices.
+"""One matrix of a sublayer: of a layer, or the average of several layers' matrices.
 
 Shapes are known without reading; values come whole or by rows, as (out_features, in_features).
 """
@@ -24,7 +24,7 @@ class WeightMatrix(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """As it is stored."""
+        """Stored dtype."""
 
     def whole(self, dtype: torch.dtype | None = None) -> Tensor:
         """All values, in another dtype if one is given."""
@@ -38,11 +38,10 @@ class Dense:
     """A matrix that is stored whole, perhaps packed into a module with others, perhaps transposed.
 
     Attributes:
-        name: of the stored tensor.
-        dim: along which `features` lie in it.
-        features: the indices of those that belong to the matrix, ascending; None for all.
+        dim: along which `features` lie in the stored tensor.
+        features: indices of those that belong to the matrix, ascending; None for all.
         transposed: stored as (in_features, out_features).
-        index: of the matrix among those that are stacked in the tensor, if they are.
+        index: among the matrices that are stacked in the tensor, if they are.
     """
 
     store: Store
@@ -63,11 +62,9 @@ class Dense:
 
     @property
     def dtype(self) -> torch.dtype:
-        """As it is stored."""
         return self.store.dtype(self.name)
 
     def whole(self, dtype: torch.dtype | None = None) -> Tensor:
-        """All values, in another dtype if one is given."""
         if self.index is not None:
             stored = self.store.part(self.name, 0, self.index, self.index + 1)[0]
             if self.features is not None:
@@ -82,7 +79,6 @@ class Dense:
         return matrix.to(dtype)
 
     def rows(self, first: int, end: int) -> Tensor:
-        """Rows first..end-1."""
         if self.index is not None:
             return self.whole()[first:end]
         rows_dim = int(self.transposed)
@@ -111,23 +107,18 @@ class Averaged:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the first one."""
         return self.parts[0].dtype
 
     def whole(self, dtype: torch.dtype | None = None) -> Tensor:
-        """All values, averaged in a dtype; of the matrices, one is read at a time."""
+        """Average in a dtype, reading one matrix at a time."""
         return mean((part.whole() for part in self.parts), dtype)
 
     def rows(self, first: int, end: int) -> Tensor:
-        """Rows first..end-1."""
         return mean(part.rows(first, end) for part in self.parts)
 
 
 def read_features(store: Store, name: str, indices: Tensor, dim: int) -> Tensor:
-    """The elements of a stored tensor along one dimension that have these ascending indices.
-
-    What lies between the first and the last of them is read too, and nothing else.
-    """
+    """Read the elements of a stored tensor at ascending indices along one dimension, and those between them."""
     first = int(indices[0])
     end = int(indices[-1]) + 1
     span = store.part(name, dim, first, end)
@@ -137,9 +128,7 @@ def read_features(store: Store, name: str, indices: Tensor, dim: int) -> Tensor:
 
 
 def mean(parts: Iterable[Tensor], dtype: torch.dtype | None = None) -> Tensor:
-    """The plain mean of several tensors, summed in float32 or wider; one is held at a time beside the sum.
-
-    It lies where the first one does.
+    """Average tensors, summed in float32 or wider, on the first one's device; one is held at a time beside the sum.
 
     Args:
         dtype: that the parts are taken in, and the mean is returned in; by default the first one's.

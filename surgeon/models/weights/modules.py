@@ -31,12 +31,11 @@ class FactoredLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The matrix that the factors stand for, (out, in): stock classes ask linear maps for their weight."""
+        """The product of the factors, (out, in): stock classes ask linear maps for their weight."""
         first, second = (module.get_parameter("weight") for module in (self.first, self.second))
         return second @ first
 
     def forward(self, x: Tensor) -> Tensor:
-        """The product with the first factor, then with the second."""
         output: Tensor = self.second(self.first(x))
         return output
 
@@ -71,12 +70,12 @@ class FactoredExperts(nn.Module):
     def forward(
         self, hidden_states: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None
     ) -> Tensor:
-        """The weighed sum of what the chosen experts give, (tokens, hidden).
+        """Weigh and sum outputs of the chosen experts, (tokens, hidden).
 
         Args:
             hidden_states: (tokens, hidden).
-            top_k_index, top_k_weights: (tokens, chosen). Without them, `hidden_states` are tokens of one expert after
-                the other, as many of each, and so is what comes out.
+            top_k_index, top_k_weights: (tokens, chosen). Without them, `hidden_states` are as many tokens of each
+                expert, one expert after the other, and so is the output.
         """
         if top_k_index is None or top_k_weights is None:
             experts = len(next(self.parameters()))
@@ -101,7 +100,7 @@ class FactoredExperts(nn.Module):
 
 
 def gated(experts: Any, gates_values: Tensor) -> Tensor:
-    """What an architecture's own module makes of gates and values, (..., 2 * neurons) to (..., neurons)."""
+    """Combine gates and values by an architecture's own module, (..., 2 * neurons) to (..., neurons)."""
     if hasattr(experts, "_apply_gate"):
         combined: Tensor = experts._apply_gate(gates_values)
         return combined
@@ -125,7 +124,7 @@ class ExpertMaps(nn.Module):
             self.bias = nn.Parameter(tensors["bias"]) if "bias" in tensors else None
 
     def forward(self, x: Tensor, expert: int) -> Tensor:
-        """What an expert's map makes of an input, (..., in) to (..., out)."""
+        """Apply an expert's map, (..., in) to (..., out)."""
         if hasattr(self, "first"):
             output: Tensor = self.second(self.first(x, expert), expert)
             return output
@@ -137,7 +136,7 @@ class TakenApart(nn.Module):
 
     Args:
         parts: by role, in the order in which they are packed.
-        head_dim: where they are packed head by head, or KV group by KV group, the width of one head; else None.
+        head_dim: the width of one head where they are packed head by head, or KV group by KV group; else None.
     """
 
     def __init__(self, parts: Mapping[str, nn.Module], head_dim: int | None) -> None:
@@ -147,7 +146,7 @@ class TakenApart(nn.Module):
         self.head_dim = head_dim
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the packed module would give, (..., all out_features)."""
+        """Give the packed module's output, (..., all out_features)."""
         outputs = [part(x) for part in self.children()]
         if self.head_dim is None:
             return torch.cat(outputs, -1)
@@ -156,7 +155,7 @@ class TakenApart(nn.Module):
 
 
 def replaced_modules(owner: nn.Module, tensors: Tensors, spec: SublayerSpec, head_dim: int) -> dict[str, nn.Module]:
-    """New modules, by path from the layer, where the layer's own cannot hold a sublayer's tensors.
+    """Make modules, by path from the layer, where the layer's own cannot hold a sublayer's tensors.
 
     Args:
         owner: a layer.
@@ -181,11 +180,7 @@ def replaced_modules(owner: nn.Module, tensors: Tensors, spec: SublayerSpec, hea
 
 
 def leave_out(model: Any, weights: ModelWeights, program: Program) -> None:
-    """Take modules out of a model's layers that its own program does not run, and that are not stored.
-
-    Args:
-        model: with the causal language model's own paths.
-    """
+    """Take modules out of a causal language model's layers that its own program does not run, and files do not have."""
     layers = len(model.get_submodule(weights.family.layers))
     for index, kind in unstored(weights, program, layers):
         layer = model.get_submodule(f"{weights.family.layers}.{index}")
@@ -195,7 +190,7 @@ def leave_out(model: Any, weights: ModelWeights, program: Program) -> None:
 
 
 def unstored(weights: ModelWeights, program: Program, num_layers: int) -> list[tuple[int, str]]:
-    """The layers whose attention or MLP a model's own program does not run and its files do not have; and which."""
+    """Return layers, with a kind, whose attention or MLP a model's program does not run and its files do not have."""
     used = {(layer, sublayer.kind) for sublayer in program.sublayers() for layer in sublayer.layers}
     unused = {(layer, kind) for layer in range(num_layers) for kind in KINDS} - used
     found = []
@@ -209,13 +204,10 @@ def unstored(weights: ModelWeights, program: Program, num_layers: int) -> list[t
 
 
 def make_room(model: Any, weights: ModelWeights, program: Program) -> None:
-    """Replace modules of a model, so that it can hold what is stored of the layers of a program.
+    """Replace modules of a causal language model, so that it can hold the stored layers of a program.
 
-    Those are two factors in place of some matrices, fewer experts, and the narrower layers that the program says. What
-    is new has no numbers yet, and the dtype and device of what it replaces.
-
-    Args:
-        model: with the causal language model's own paths, and its configuration.
+    Those are two factors in place of some matrices, fewer experts, and the program's narrower layers. New parameters
+    have no numbers yet, and the dtype and device of those that they replace.
     """
     layers = f"{weights.family.layers}."
     for index in range(weights.count_layers()) if weights.has_factors() else ():
@@ -261,7 +253,7 @@ def _leave_experts(layer: nn.Module, index: int, weights: ModelWeights) -> None:
 
 
 def _empty(weights: ModelWeights, layer: int, path: str, like: Tensor) -> dict[str, Tensor]:
-    """Tensors without numbers for those that are stored of a module of a layer, by their paths from the layer."""
+    """Make tensors without numbers for the stored ones of a module of a layer, by their paths from the layer."""
     stored = weights.names.below(layer, path)
     return {own: like.new_empty(weights.store.shape(name)) for own, name in stored.items()}
 
@@ -285,7 +277,7 @@ def _narrow(layer: nn.Module, sublayer: Sublayer, weights: ModelWeights, config:
 
 
 def recount(layer: nn.Module, spec: SublayerSpec, units: int, whole: int) -> None:
-    """Have a layer's modules count the heads or neurons that they have: so many of all KV groups or neurons."""
+    """Have a layer's modules count so many of all KV groups or neurons."""
     for path in spec.counts if units != whole else ():
         *parents, last, name = f"{spec.module}.{path}".split(".")
         owner = attrgetter(".".join(parents))(layer) if parents else layer
@@ -340,7 +332,7 @@ def _experts(spec: SublayerSpec, tensors: Tensors, like: nn.Module) -> FactoredE
 
 
 def _linear(path: str, tensors: Tensors, transposed: bool = False) -> nn.Module:
-    """A linear map with the tensors below a path, as one module or as two factors."""
+    """Make a linear map of the tensors below a path: one module, or two factors."""
     if f"{path}.first.weight" in tensors:
         return FactoredLinear(_linear(f"{path}.first", tensors), _linear(f"{path}.second", tensors))
     weight = tensors[f"{path}.weight"]

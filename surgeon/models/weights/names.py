@@ -1,4 +1,4 @@
-"""What a home of weights calls the tensors of its model, which differs from their paths in the model in four places.
+"""Names of stored tensors, which differ from their paths in the model in four places.
 
 A bare decoder is stored without the causal language model's own prefix, a few architectures store their head, or a
 module of their layers, under another name, and of tied embeddings one is enough: either of the two.
@@ -22,7 +22,7 @@ class Names:
 
     @cached_property
     def _left_out(self) -> str:
-        """What names begin with in the model, but not here."""
+        """The beginning of names in the model that is missing here."""
         path = self.family.layers
         first = path.partition(".")[0] + "."
         whole = any(name.startswith(f"{path}.") for name in self.store.names())
@@ -33,7 +33,7 @@ class Names:
 
     @property
     def prefix_of_layers(self) -> str | None:
-        """The same, or None if there are none."""
+        """The beginning of layers' names, or None if there are none."""
         prefix = self.own(f"{self.family.layers}.")
         if any(name.startswith(prefix) for name in self.store.names()):
             return prefix
@@ -41,7 +41,7 @@ class Names:
 
     @cached_property
     def layers(self) -> str:
-        """What the names of the layers' tensors begin with, before the layer's number.
+        """The beginning of layers' names, before the layer's number.
 
         Raises:
             ValueError: if there are none.
@@ -54,9 +54,9 @@ class Names:
         )
 
     def of(self, path: str) -> str:
-        """The name of the tensor at a path, also where there is none.
+        """Return the name of the tensor at a path, also where there is none.
 
-        That of an embedding that is not stored is the head's, which stands for it where they are tied.
+        The head's stands for an embedding that is not stored, where they are tied.
         """
         name = self.own(path)
         if path == f"{self.family.embedding}.weight" and name not in self.store:
@@ -67,7 +67,7 @@ class Names:
         return name
 
     def own(self, path: str) -> str:
-        """The name of the tensor at a path where nothing else stands for it."""
+        """Return the name of the tensor at a path where nothing else stands for it."""
         head = f"{self.family.head}."
         stored = self.family.stored_head
         if not path.startswith(head):
@@ -81,10 +81,10 @@ class Names:
         return renamed
 
     def parts(self, path: str, experts: int) -> tuple[str, ...]:
-        """The tensors that a parameter of the model is stored as: rows of it, one after the other; one, as a rule.
+        """Return the tensors that a parameter of the model is stored as: one, as a rule, or rows, one after the other.
 
         Args:
-            experts: how many matrices are stacked in it, if it is stacked.
+            experts: matrices stacked in it, if it is stacked.
         """
         name = self.own(path)
         if name in self.store or not path.startswith(f"{self.family.layers}."):
@@ -97,7 +97,7 @@ class Names:
         return each or (name,)
 
     def below(self, layer: int, path: str) -> dict[str, str]:
-        """The tensors of a module of a layer, or of one inside it, by their paths from the layer."""
+        """Return the tensors of a module of a layer, or of one inside it, by their paths from the layer."""
         prefix = f"{self.layers}{layer}."
         found = dict[str, str]()
         for name in (name for name in self.store.names() if name.startswith(prefix)):
@@ -109,7 +109,7 @@ class Names:
         return found
 
     def _renamed(self, name: str) -> str:
-        """The name that files have for a layer's tensor, if they have it under another one."""
+        """Return the name that files have for a layer's tensor, if they have it under another one."""
         number, _, inside = name.removeprefix(f"{self.family.layers}.").partition(".")
         for own, stored in self.family.stored_names:
             renamed = name.removesuffix(inside) + stored + inside.removeprefix(own)

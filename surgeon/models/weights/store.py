@@ -1,7 +1,4 @@
-"""Where a model's tensors are: what every home of weights can be asked, and modules in memory as such a home.
-
-A checkpoint's folder (`surgeon.checkpoint.read.Checkpoint`) is another. Shapes are known without reading.
-"""
+"""Homes of a model's tensors, modules in memory among them; a checkpoint's folder (`Checkpoint`) is another."""
 
 from __future__ import annotations
 
@@ -25,11 +22,11 @@ class Store(Protocol):
     def __contains__(self, name: str) -> bool: ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, without reading it where that takes time."""
+        """Return the shape of a tensor, without reading it where that takes time."""
         return tuple(self.tensor(name).shape)
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor, likewise."""
+        """Return the dtype of a tensor, likewise."""
         return self.tensor(name).dtype
 
     def tensor(self, name: str) -> Tensor:
@@ -41,7 +38,7 @@ class Store(Protocol):
 
 
 def dense(tensor: Any) -> Tensor:
-    """A tensor whose numbers are in memory: of a `PackedTensor` these, any other as it is."""
+    """Return a tensor whose numbers are in memory, also of a `PackedTensor`."""
     found: Tensor = tensor
     if hasattr(tensor, "numbers"):
         found = tensor.numbers()
@@ -72,7 +69,7 @@ class ModuleStore(Store):
     """The parameters of a module in memory, or wherever `accelerate` has put them.
 
     Args:
-        prefix: of all names, before those that the module itself gives its parameters.
+        prefix: of all names, before the module's own.
     """
 
     where = "the model"
@@ -94,7 +91,7 @@ class ModuleStore(Store):
         return self._of(name).dtype
 
     def tensor(self, name: str) -> Tensor:
-        """A parameter's values, without a copy where they are in memory as such; fetched where they are offloaded."""
+        """Return a parameter's values, without a copy where they are in memory; fetched where they are offloaded."""
         from accelerate.utils import align_module_device
 
         parameter = self._of(name)
@@ -115,7 +112,7 @@ class ModuleStore(Store):
         return parameter
 
     def _find(self, name: str) -> Tensor | None:
-        """A parameter, or a buffer that is stored as one is."""
+        """Find a parameter, or a buffer that is stored as one is."""
         owner = self._owner(name)
         last = name.rpartition(".")[2]
         if owner is None:
@@ -124,7 +121,7 @@ class ModuleStore(Store):
         return owner._parameters.get(last, owner._buffers.get(last) if stored else None)
 
     def _owner(self, name: str) -> nn.Module | None:
-        """The module that has a parameter of its own, looked up anew each time: parameters can be replaced."""
+        """Find the module that has a parameter of its own, anew each time: parameters can be replaced."""
         if not name.startswith(self.prefix):
             return None
         owner: nn.Module | None = self.module

@@ -1,6 +1,6 @@
-"""Which KV groups and neurons a narrowed sublayer keeps: an order of each layer's, the most important ones first.
+"""Orders of a layer's KV groups and neurons, of which a narrowed sublayer keeps the first.
 
-A sublayer of n of them has the first n, as they stand in the layer, so that narrower choices lie within wider ones.
+They stay as they stand in the layer, and narrower choices lie within wider ones.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from surgeon.models.weights.matrix import WeightMatrix
 
 @runtime_checkable
 class UnitSource(Protocol):
-    """What knows how important the KV groups and neurons of layers are."""
+    """Orders the KV groups and neurons of layers."""
 
     def order(self, kind: str, layer: int, weights: StoredWeights) -> Tensor:
-        """The numbers of all of a layer's KV groups, or neurons, the most important one first, (units,).
+        """Return the numbers of all of a layer's KV groups, or neurons, the most important one first, (units,).
 
         Args:
             weights: of the model.
@@ -36,16 +36,16 @@ class UnitSource(Protocol):
 
 @dataclass(frozen=True)
 class Magnitude:
-    """Those first whose weights are largest, all of a unit's matrices together (Frobenius norm)."""
+    """The largest weights first, all of a unit's matrices together (Frobenius norm)."""
 
     def order(self, kind: str, layer: int, weights: StoredWeights) -> Tensor:
-        """As `UnitSource` has it; equal ones, and those of no numbers, in the order in which they stand."""
+        """Order units; equal ones, and those of no numbers, stay in order."""
         return descending(magnitudes(kind, layer, weights))
 
 
 @dataclass(frozen=True)
 class RandomUnits:
-    """Any order, which follows from a seed and from where the layer stands."""
+    """Any order, by a seed and the layer's place."""
 
     seed: int = 0
 
@@ -57,7 +57,7 @@ class RandomUnits:
 
 @dataclass(frozen=True)
 class Untold:
-    """What is kept where nothing says it: KV groups of the largest weights, and any neurons.
+    """The default: KV groups of the largest weights, and any neurons.
 
     Criteria of the weights alone mostly keep worse neurons than chance does (docs/measured-searches.md).
     """
@@ -69,7 +69,7 @@ class Untold:
 
 @dataclass(frozen=True)
 class ListedUnits:
-    """Those that are listed, then the others by their weights."""
+    """Listed ones, then the others by their weights."""
 
     listed: tuple[int, ...]
 
@@ -81,22 +81,18 @@ class ListedUnits:
 
 @dataclass(frozen=True)
 class ScoredUnits:
-    """Those first that have the highest scores; of equal ones those that stand first.
+    """The highest scores first; equal ones stay in order.
 
     Attributes:
         scores: of each unit of a layer, (units,).
-        by: what they are, for those who ask.
+        by: name of the scores.
     """
 
     scores: Tensor = field(compare=False, repr=False)
     by: str
 
     def order(self, kind: str, layer: int, weights: StoredWeights) -> Tensor:
-        """As `UnitSource` has it.
-
-        Raises:
-            ValueError: if the scores are of another number of units.
-        """
+        """Order units, or raise ValueError if the scores are of another number of units."""
         if len(self.scores) != (count := weights.stored_width(kind, layer)):
             raise ValueError(f"there are scores of {len(self.scores)} units of {kind}{layer}, which has {count}")
         return descending(self.scores)
@@ -104,7 +100,7 @@ class ScoredUnits:
 
 @dataclass(frozen=True)
 class UnitsByLayer:
-    """A source of units for each of some layers, and what another source has of everything else.
+    """A source of units for each of some layers, and another source of everything else.
 
     Attributes:
         units: by kind and layer.
@@ -115,7 +111,6 @@ class UnitsByLayer:
     source: FactorSource = field(default_factory=TruncatedSVD)
 
     def order(self, kind: str, layer: int, weights: StoredWeights) -> Tensor:
-        """As the layer's source has it."""
         return self.units.get((kind, layer), unit_source(self.source)).order(kind, layer, weights)
 
     def factors(self, sublayer: Sublayer, role: str, matrix: WeightMatrix) -> Factors:
@@ -123,10 +118,10 @@ class UnitsByLayer:
 
 
 def magnitudes(kind: str, layer: int, weights: StoredWeights) -> Tensor:
-    """The squared norm of each KV group's or neuron's weights, (units,), in float64, so that all ranks find the same.
+    """Compute the squared norm of each KV group's or neuron's weights, (units,), in float64, so that all ranks agree.
 
-    Of a KV group those are its rows of q, k and v and its columns of o; of a neuron its rows of gate and up and its
-    column of down. Biases do not count. All are zero of weights that are on the meta device.
+    A KV group has its rows of q, k and v and its columns of o; a neuron its rows of gate and up and its column of down.
+    Biases do not count. All are zero of weights on the meta device.
     """
     count = weights.stored_width(kind, layer)
     total = torch.zeros(count, dtype=torch.float64)
@@ -140,12 +135,12 @@ def magnitudes(kind: str, layer: int, weights: StoredWeights) -> Tensor:
 
 
 def descending(scores: Tensor) -> Tensor:
-    """The places of scores, (units,), the highest first; of equal ones the first."""
+    """Return the places of scores, (units,), the highest first; equal ones stay in order."""
     return scores.argsort(descending=True, stable=True)
 
 
 def unit_source(source: FactorSource | UnitSource) -> UnitSource:
-    """What says which units are kept: the source, if it does."""
+    """Return the source, if it orders units, or the default."""
     if isinstance(source, UnitSource):
         return source
     return Untold()

@@ -1,8 +1,4 @@
-"""A model's weights by layer and role, wherever they are and however their architecture stores them.
-
-However an architecture packs or transposes its projections, what comes out are matrices by role ("q"), (out_features,
-in_features), of a layer, an average or a slice.
-"""
+"""A model's weights: matrices by role ("q"), (out_features, in_features), of a layer, an average or a slice."""
 
 from __future__ import annotations
 
@@ -33,11 +29,11 @@ from surgeon.models.weights.units import unit_source
 
 
 class ModelWeights(StoredWeights):
-    """What a store holds, by sublayers: of single layers and their averages, narrowed, sliced and factorised.
+    """Stored weights by sublayers: of single layers and their averages, narrowed, sliced and factorised.
 
     Attributes:
-        factors: where factors come from that a sublayer has and its layer does not; which heads and neurons a narrowed
-            one has it says, too, if it is a `UnitSource`, else the weights do.
+        factors: source of factors that a sublayer has and its layer does not; and, if it is a `UnitSource`, of the
+            heads and neurons of a narrowed one.
     """
 
     def __init__(self, store: Store, family: Family, head_dim: int, factors: FactorSource | None = None) -> None:
@@ -46,11 +42,12 @@ class ModelWeights(StoredWeights):
         self._known_orders: dict[tuple[str, int], Tensor] = {}
 
     def units(self, sublayer: Sublayer) -> Units:
-        """How many heads and KV heads, or neurons, a sublayer has before it is sliced; its layer's shapes say so.
+        """Count heads and KV heads, or neurons, of a sublayer before it is sliced, by its layer's shapes.
 
         Raises:
             ValueError: if layers to be averaged differ in width or are mixtures, a shape is not a multiple of the
-                head's width, or the sublayer is to have more of them, or other experts, than its layer; as `spec`.
+            head's
+                width, or the sublayer is to have more of them, or other experts, than its layer; as `spec`.
         """
         self.spec(sublayer)  # refuses parts of what is kept as it is
         if sublayer.kind == FEED_FORWARD:
@@ -64,7 +61,7 @@ class ModelWeights(StoredWeights):
         return narrowed(sublayer, counts[0])
 
     def each_expert(self, sublayer: Sublayer) -> tuple[Sublayer, ...]:
-        """A mixture's experts one by one, as sublayers that have one each.
+        """Return a mixture's experts one by one, as sublayers that have one each.
 
         Raises:
             ValueError: if it is no mixture, an average of some, or has experts that its layer does not have.
@@ -77,7 +74,7 @@ class ModelWeights(StoredWeights):
         return tuple(replace(sublayer, experts=(expert,)) for expert in chosen)
 
     def matrix(self, sublayer: Sublayer, role: str) -> WeightMatrix | Factored | Factorised:
-        """One matrix of a sublayer, not read yet: of its layer, the average of its layers, or a slice of either.
+        """Return one matrix of a sublayer, not read yet: of its layer, the average of its layers, or a slice of either.
 
         Where the sublayer has a rank of the role, it is `Factored` if its layer is stored so, else `Factorised`. A
         mixture has one of each expert, and is asked for those of `each_expert`.
@@ -100,12 +97,12 @@ class ModelWeights(StoredWeights):
         return Factorised(self.factors, sublayer, role, of, features, not projection.reads_stream)
 
     def is_taken_apart(self, sublayer: Sublayer, role: str) -> bool:
-        """Whether a sublayer's (first) layer stores a matrix elsewhere than its architecture does."""
+        """Tell whether a sublayer's (first) layer stores a matrix elsewhere than its architecture does."""
         projection = self.spec(sublayer).projection(role)
         return self.own_matrix(sublayer.layers[0], sublayer.kind, projection) is not None
 
     def stored_rank(self, sublayer: Sublayer, role: str) -> int | None:
-        """The rank of the two factors that a layer stores in place of a matrix; None where it is stored whole."""
+        """Return the rank of the two factors that a layer stores in place of a matrix; None where it is whole."""
         projection = self.spec(sublayer).projection(role)
         path = f"{self.prefix(sublayer.layers[0])}{own_path(projection, self.spec(sublayer))}.first.weight"
         if path in self:
@@ -113,13 +110,13 @@ class ModelWeights(StoredWeights):
         return None
 
     def stored_ranks(self, sublayer: Sublayer) -> tuple[tuple[str, int], ...]:
-        """All of a sublayer's ranks as its (first) layer is stored, as a sublayer has them."""
+        """Return all ranks of a sublayer's (first) layer, as a sublayer has them."""
         has = [projection.role for projection in self.spec(sublayer).projections]
         ranks = ((role, self.stored_rank(sublayer, role)) for role in ROLES[sublayer.kind] if role in has)
         return tuple((role, rank) for role, rank in ranks if rank is not None)
 
     def bias(self, sublayer: Sublayer, role: str, dtype: torch.dtype | None = None) -> Tensor | None:
-        """The bias behind a matrix; None where there is none, or where another slice holds it.
+        """Return the bias behind a matrix; None where there is none, or where another slice holds it.
 
         Args:
             dtype: to average layers in and to return; by default as it is stored.
@@ -141,7 +138,7 @@ class ModelWeights(StoredWeights):
         return mean(found, dtype)
 
     def stored(self, sublayer: Sublayer, path: str) -> Tensor:
-        """A tensor of a layer as that stores it, by its path from the layer; of a narrowed sublayer, what it has of it.
+        """Return a tensor of a layer as that stores it, by its path from the layer; of a narrowed sublayer, its part.
 
         Args:
             sublayer: of one layer, unsliced.
@@ -166,7 +163,7 @@ class ModelWeights(StoredWeights):
         return read_features(self.store, self.names.of(whole), torch.cat(kept).sort().values, dim)
 
     def norms(self, sublayer: Sublayer, dtype: torch.dtype | None = None) -> Tensors:
-        """Its norms by what they are for: "norm.weight", "norm.bias", "q_norm.weight", "post_norm.weight".
+        """Return norms by name: "norm.weight", "norm.bias", "q_norm.weight", "post_norm.weight".
 
         Args:
             dtype: as in `bias`.
@@ -188,14 +185,14 @@ class ModelWeights(StoredWeights):
         return found
 
     def sublayer(self, sublayer: Sublayer, dtype: torch.dtype | None = None) -> Tensors:
-        """All that it takes to compute a sublayer, or a slice of one; nothing else is read.
+        """Return the tensors of a sublayer, or of a slice of one; nothing else is read.
 
         A mixture's matrices and biases are stacked, (experts, out, in) and (experts, out), two factors as well; its
         router has a row for each expert that the sublayer has ("router.weight", "router.bias", "router.correction").
 
-        A bias that is added to the stream comes with slice 0 only, so that slices add up. The norm behind a sublayer is
-        of its whole output, and comes with every slice. Where layers' heads take turns (in the fused form), gains of
-        heads are there for each head, (heads, head_dim); else they are (head_dim,).
+        A bias that is added to the stream comes with slice 0 only, so that slices add up. The norm behind a sublayer
+        comes with every slice. Where layers' heads take turns (in the fused form), gains of heads are (heads,
+        head_dim); else (head_dim,).
 
         Args:
             dtype: as in `bias`.
@@ -217,11 +214,11 @@ class ModelWeights(StoredWeights):
         return found
 
     def by_role(self, sublayer: Sublayer, dtype: torch.dtype | None = None, experts: Sublayer | None = None) -> Tensors:
-        """The same, with gains of heads as they are stored.
+        """Return them with gains of heads as they are stored.
 
         Args:
-            experts: whose experts' matrices there are in place of a mixture's own: fewer than its router knows, where
-                ranks divide them.
+            experts: a mixture with fewer experts than its router knows, whose matrices are taken where ranks divide
+                them.
         """
 
         def averaged(path: str) -> Tensor:
@@ -238,7 +235,7 @@ class ModelWeights(StoredWeights):
         return found
 
     def written(self, sublayer: Sublayer, dtype: torch.dtype | None = None) -> Tensors:
-        """What it writes to the stream with, of all that `by_role` gives."""
+        """Return the part of `by_role` that writes to the stream."""
         found: Tensors = {}
         for projection in self.spec(sublayer).projections:
             if not projection.reads_stream:
@@ -246,7 +243,7 @@ class ModelWeights(StoredWeights):
         return found
 
     def spec(self, sublayer: Sublayer) -> SublayerSpec:
-        """The description of a sublayer.
+        """Return the description of a sublayer.
 
         Raises:
             ValueError: if it is an average of attentions of different kinds; as `require_parts`.
@@ -258,7 +255,7 @@ class ModelWeights(StoredWeights):
         return own
 
     def router(self, sublayer: Sublayer, dtype: torch.dtype | None = None) -> Tensors:
-        """What chooses among a mixture's experts: the rows, or numbers, of those that the sublayer has."""
+        """Return the rows, or numbers, of a mixture's router for the experts that the sublayer has."""
         mixture = self.spec(sublayer).mixture
         found = {}
         if mixture is None:
@@ -277,7 +274,7 @@ class ModelWeights(StoredWeights):
         return {name: torch.stack([one[name] for one in each]) for name in each[0]}
 
     def matrix_tensors(self, sublayer: Sublayer, role: str, dtype: torch.dtype | None) -> Tensors:
-        """A matrix or its two factors, and its bias, by role; of a mixture, of one of `each_expert`."""
+        """Return a matrix or its two factors, and its bias, by role; of a mixture, of one of `each_expert`."""
         matrix = self.matrix(sublayer, role)
         if sublayer.rank(role) is None:
             found = {f"{role}.weight": matrix.whole(dtype)}
@@ -292,13 +289,13 @@ class ModelWeights(StoredWeights):
         return found | {f"{role}.bias": bias}
 
     def _bounds(self, sublayer: Sublayer, projection: Projection) -> Bounds:
-        """The first and the end of the features that a slice has of a projection, among those of the whole sublayer."""
+        """Return first and end of a slice's features of a projection, among those of the whole sublayer."""
         width = self.unit_width(sublayer.kind)
         first, end = unit_bounds(self.units(sublayer)[projection.unit], sublayer.piece)
         return first * width, end * width
 
     def _kept(self, sublayer: Sublayer, projection: Projection) -> Kept:
-        """The features that a sublayer has of a projection, among all that its layer has, ascending."""
+        """Index a sublayer's features of a projection, among all of its layer, ascending."""
         inside = slice(*self._bounds(sublayer, projection))
         units = self.stored_units(sublayer.kind, sublayer.layers[0])
         if sublayer.width in (None, units_in(sublayer.kind, units)):
@@ -307,14 +304,14 @@ class ModelWeights(StoredWeights):
         return (self.kept_units(sublayer)[:, None] * features + torch.arange(features)).flatten()[inside]
 
     def _heads(self, attention: Sublayer, role: str) -> Tensor:
-        """Which heads of its layer's queries, or keys, an attention, or a slice of one, has."""
+        """Number the heads of queries, or keys, that an attention, or a slice, has of its layer."""
         projection = self.spec(attention).projection(role)
         heads = self.stored_units(attention.kind, attention.layers[0])[projection.unit]
         features = torch.arange(heads * self.head_dim)[self._kept(attention, projection)]
         return features[:: self.head_dim] // self.head_dim
 
     def kept_units(self, sublayer: Sublayer) -> Tensor:
-        """Which KV groups, or neurons, of its layer a narrowed sublayer has: the first ones of their order, ascending.
+        """Return a narrowed sublayer's KV groups, or neurons, of its layer: the first of their order, ascending.
 
         Raises:
             ValueError: as the source of the order does; and if heads of several layers take turns in one (fused).

@@ -30,11 +30,7 @@ _STATE = {"quant_type", "blocksize", "dtype", "shape", "nested_dtype", *_NESTED_
 
 
 def state_of(stored: Tensor) -> dict[str, Any]:
-    """What is said of a matrix, JSON in bytes.
-
-    Raises:
-        ValueError: if it is not that.
-    """
+    """Read a matrix's description, JSON in bytes, or raise ValueError."""
     try:
         said: dict[str, Any] = json.loads(bytes(stored.tolist()).decode())
         numbers = (*said["shape"], said["blocksize"], said.get("nested_blocksize", 1))
@@ -66,7 +62,7 @@ class FourBits(Scheme):
 
     @property
     def needed(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The tensor with what is said of a matrix has the table's name."""
+        """Endings, the table's name in that of a matrix's description."""
         return WEIGHT, ABSMAX, TABLE, f"{STATE}{self.table}"
 
     @property
@@ -100,7 +96,6 @@ class FourBits(Scheme):
         return Arrangement((rows, columns), state, parts, whole=(1,))
 
     def values(self, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:
-        """The table's value times the scale of its block."""
         said = state_of(tensors[self.needed[3]])
         scales = tensors[ABSMAX].float()
         if NESTED in tensors:
@@ -123,7 +118,6 @@ class Int8(Scheme):
         return "int8 (bitsandbytes)"
 
     def arrangement(self, matrix: Quantised) -> Arrangement:
-        """A scale for each row."""
         parts = {
             WEIGHT: PartSpec((torch.int8,), (Along(0), Along(1))),
             SCALES: PartSpec(FLOATS, (Along(0), None), ones_follow=True),
@@ -134,10 +128,10 @@ class Int8(Scheme):
         return Arrangement(matrix.size(WEIGHT, 2), WEIGHT, parts)
 
     def values(self, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:  # noqa: ARG002
-        """Each value times a 127th of its row's scale."""
+        """Multiply each value by a 127th of its row's scale."""
         return scaled(tensors[WEIGHT], tensors[SCALES].float() / INT8_RANGE, (1, 0))
 
 
 def _in_blocks(values: Tensor, scales: Tensor, block: int) -> Tensor:
-    """Values in one row, each times the scale of its block, of which the last may be cut off."""
+    """Multiply values in one row by the scales of their blocks, of which the last may be cut off."""
     return scaled(values[None], scales.float()[None], (1, block))[0]

@@ -1,4 +1,4 @@
-"""Which matrices of a checkpoint are quantised, by its config.json and by what tensors there are."""
+"""Quantised matrices of a checkpoint, by its config.json and by its tensors."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _EVERY: tuple[Scheme, ...] = (
 
 
 def quantised_matrices(store: Store, config: Any) -> dict[str, Quantised]:
-    """The quantised matrices of a store by the names that they have for their architecture.
+    """Find the quantised matrices of a store, by the names that they have for their architecture.
 
-    Their tensors are checked when one first asks for their arrangement.
+    Tensors are checked when one first asks for their arrangement.
 
     Args:
         config: quantization_config of config.json; None where there is none.
@@ -54,7 +54,7 @@ def quantised_matrices(store: Store, config: Any) -> dict[str, Quantised]:
 
 
 def _scheme_of(module: str, rules: list[Rule]) -> Scheme | None:
-    """That of the rule that names a module, or of the first one for whole classes; or the only one there is."""
+    """Return the scheme of the rule that names a module, of the first one for whole classes, or of the only one."""
     named = (rule.scheme for rule in rules if rule.names(module))
     of_classes = [rule.scheme for rule in rules if rule.of_classes]
     only = {rule.scheme for rule in rules}
@@ -62,7 +62,7 @@ def _scheme_of(module: str, rules: list[Rule]) -> Scheme | None:
 
 
 def _by_module(store: Store, scheme: Scheme) -> dict[str, dict[str, str]]:
-    """What modules have of a scheme's tensors: names by ending."""
+    """Sort a scheme's tensors by module: names by ending."""
     # The longest first, so that ".weight.absmax" is not taken for ".absmax".
     endings = sorted((*scheme.needed, *scheme.optional), key=len, reverse=True)
     found: dict[str, dict[str, str]] = {}

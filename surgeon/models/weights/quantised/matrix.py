@@ -1,7 +1,7 @@
 """A matrix that several stored tensors hold in few bits: codes, scales, zero points.
 
-A scheme declares which tensors these are, of which shapes and types, and what the values of some of them have to be
-(`PartSpec`); whether they are so is checked here, for all schemes, before anything is made of them.
+A scheme declares these tensors, their shapes, types and some values (`PartSpec`), which are checked here for all
+schemes before anything is made of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INDICES = (torch.int32, torch.int64)
 
 
 class Along(NamedTuple):
-    """Where a dimension of a matrix lies in one of its tensors.
+    """A dimension of a matrix in one of its tensors.
 
     Attributes:
         dim: of the tensor.
@@ -35,21 +35,21 @@ class Along(NamedTuple):
     per_element: Fraction = Fraction(1)
 
     def bounds(self, first: int, end: int) -> tuple[int, int]:
-        """The tensor's elements for those of the matrix from first to end-1."""
+        """Return the tensor's elements for those of the matrix from first to end-1."""
         part, of = self.per_element.as_integer_ratio()  # a product with a fraction takes ten times as long
         return first * part // of, -(-end * part // of)
 
 
 class PartSpec(NamedTuple):
-    """What one of the tensors that hold a matrix has to be.
+    """One of the tensors that hold a matrix.
 
     Attributes:
         dtypes: that it may have; nothing is asked of a tensor without any.
-        along: where each of the matrix's dimensions lies in it; None where it has the same for all of that dimension.
+        along: each of the matrix's dimensions in it; None where it has the same for all of that dimension.
         sizes: of its dimensions that are none of the matrix's, (dimension, size).
         ones_follow: whether dimensions of one element may follow these.
-        below: its values are whole numbers from 0 on, and less than this; None where they may be any.
-        meaning: what its values are, if they are not any, for people.
+        below: its values are whole numbers from 0 on, and less than this; None for any.
+        meaning: of such values, for people.
     """
 
     dtypes: tuple[torch.dtype, ...] = ()
@@ -60,7 +60,6 @@ class PartSpec(NamedTuple):
     meaning: str = ""
 
     def shape(self, of: tuple[int, ...]) -> tuple[int, ...]:
-        """Its shape for a matrix of one."""
         sizes = dict(self.sizes)
         for size, place in zip(of, self.along, strict=False):  # `along` may be empty
             if place is not None:
@@ -70,7 +69,7 @@ class PartSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How tensors hold a matrix.
+    """Tensors that hold a matrix.
 
     Attributes:
         shape: of the matrix.
@@ -85,25 +84,24 @@ class Arrangement:
     whole: tuple[int, ...] = ()
 
     def place(self, ending: str, dim: int) -> Along | None:
-        """Where a dimension lies in a tensor."""
         along = self.parts[ending].along
         if along:
             return along[dim]
         return None
 
     def unit(self, dim: int) -> int:
-        """How many elements along a dimension begin and end with an element of every tensor."""
+        """Count the elements along a dimension that begin and end with an element of every tensor."""
         places = (self.place(ending, dim) for ending in self.parts)
         return math.lcm(*(place.per_element.denominator for place in places if place is not None))
 
 
 class Scheme(ABC):
-    """One way to store matrices in several tensors, with what config.json says of it.
+    """One way to store matrices in several tensors, as config.json describes it.
 
     Attributes:
         needed: endings of the tensors that hold every matrix, behind the name of its module.
-        optional: endings of further ones; which a matrix has says its arrangement.
-        stands_for: what the matrix is called behind the name of its module.
+        optional: endings of further ones; a matrix's arrangement says which it has.
+        stands_for: the matrix's name behind that of its module.
         writes_biases: whether modules have zeros for a bias where their architecture has none.
     """
 
@@ -115,34 +113,34 @@ class Scheme(ABC):
     @property
     @abstractmethod
     def description(self) -> str:
-        """For people: "FP8 in blocks of 128 x 128"."""
+        """Name it for people: "FP8 in blocks of 128 x 128"."""
 
     @abstractmethod
     def arrangement(self, matrix: Quantised) -> Arrangement:
-        """How a matrix's tensors hold it; all that are needed are there.
+        """Arrange a matrix's tensors; all that are needed are there.
 
         Raises:
             ValueError: if they do not say what shape it has.
         """
 
     def stated(self, ending: str, shape: tuple[int, ...]) -> Tensor | None:  # noqa: ARG002
-        """What a tensor of a whole matrix is, if it follows from the matrix's shape; else None."""
+        """Return a tensor of a whole matrix that follows from the matrix's shape; else None."""
         return None
 
     @abstractmethod
     def values(self, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:
-        """The numbers of a matrix, or of a part that begins and ends with an element of every tensor, in float32."""
+        """Compute a matrix, or a part that begins and ends with an element of every tensor, in float32."""
 
 
 @dataclass(frozen=True)
 class Quantised:
     """A matrix of which codes and scales are stored.
 
-    Its numbers are computed when they are asked for: whole or in part, in float32, which rounds none of them to fewer
-    digits than the format has.
+    Numbers are computed when they are asked for, in float32, which rounds none of them to fewer digits than the format
+    has.
 
     Attributes:
-        name: that it has for its architecture.
+        name: for its architecture.
         parts: the names of its tensors by their endings.
     """
 
@@ -160,7 +158,7 @@ class Quantised:
 
     @cached_property
     def arrangement(self) -> Arrangement:
-        """How its tensors hold it; they are checked.
+        """Tensors that hold it, checked.
 
         Raises:
             ValueError: naming the first one that is missing, too many, or not what the scheme has there.
@@ -175,22 +173,17 @@ class Quantised:
         return found
 
     def size(self, ending: str, dimensions: int) -> tuple[int, ...]:
-        """The shape of one of its tensors.
-
-        Raises:
-            ValueError: if it has not so many dimensions, or no elements.
-        """
+        """Return the shape of one of its tensors; refuse other numbers of dimensions, and no elements."""
         stored = self.store.shape(self.parts[ending])
         if len(stored) != dimensions or 0 in stored:
             raise self.fault(ending, f"has the shape {stored}, not {dimensions} dimensions with something in them")
         return stored
 
     def tensor(self, ending: str) -> Tensor:
-        """One of its tensors."""
         return self.store.tensor(self.parts[ending])
 
     def fault(self, ending: str, what: str) -> ValueError:
-        """What is wrong with one of its tensors."""
+        """Say that one of its tensors is wrong."""
         return ValueError(
             f"{self.store.where}: tensor {self.parts[ending]} {what}; is its file whole, and the quantization_config "
             "in config.json its own?"
@@ -232,7 +225,6 @@ class Quantised:
                 raise self.fault(ending, f"holds {outside[0].item():g}, and should hold {part.meaning}")
 
     def whole(self, dtype: torch.dtype | None = None) -> Tensor:
-        """All values, in another dtype if one is given."""
         shape = self.shape
         values = self.scheme.values({ending: self.tensor(ending) for ending in self.parts}, shape)
         if dtype is None:
@@ -240,11 +232,10 @@ class Quantised:
         return values.to(dtype)
 
     def rows(self, first: int, end: int) -> Tensor:
-        """Rows first..end-1."""
         return self.part(0, first, end)
 
     def part(self, dim: int, first: int, end: int) -> Tensor:
-        """Elements first..end-1 along one dimension; little else is read."""
+        """Compute elements first..end-1 along one dimension; little else is read."""
         if dim in self.arrangement.whole:
             return self.whole().narrow(dim, first, end - first)
         unit = self.arrangement.unit(dim)

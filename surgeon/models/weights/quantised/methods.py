@@ -1,7 +1,7 @@
-"""What quantization_config of a config.json says: the schemes of each `quant_method`, and every entry that it may have.
+"""quantization_config of a config.json: the schemes of each `quant_method`, and every entry that it may have.
 
-An entry is read here, or has the only values that are supported, or says what does not change the numbers: how they
-were found, and how others run them. One that is none of these is refused: it may say that they stand for others.
+An entry is read here, or has the only values that are supported, or changes no numbers: how they were found, and how
+others run them. Any other is refused: it may say that they stand for others.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ WHERE = "quantization_config in config.json"
 
 
 class Rule(NamedTuple):
-    """A scheme, and which modules are in it: patterns of compressed-tensors, nothing for all."""
+    """A scheme, and patterns of compressed-tensors for its modules, nothing for all."""
 
     scheme: Scheme
     targets: tuple[str, ...] = ()
 
     def names(self, module: str) -> bool:
-        """Whether one of the patterns is of this module by name."""
+        """Tell whether one of the patterns names this module."""
         return any(
             re.match(target.removeprefix("re:"), module) is not None if target.startswith("re:") else target == module
             for target in self.targets
@@ -38,7 +38,7 @@ class Rule(NamedTuple):
 
     @property
     def of_classes(self) -> bool:
-        """Whether it is of modules by their class, whatever they are called."""
+        """Tell whether a pattern is of modules by their class, whatever they are called."""
         return not self.targets or any("." not in one and not one.startswith("re:") for one in self.targets)
 
 
@@ -57,7 +57,7 @@ class Method(NamedTuple):
 
 
 def rules_of(config: Any) -> list[Rule]:
-    """The schemes that the quantization_config of a config.json speaks of.
+    """Read the schemes of a quantization_config.
 
     Raises:
         ValueError: naming what is not known in it, or not supported, or damaged.
@@ -104,7 +104,7 @@ def _object(value: Any, what: str) -> Entries:
 
 
 def _number(said: Entries, *names: str, all_in_one: bool = False) -> int:
-    """A whole number above 0, or -1 where that stands for all in one, by the first of some names that is there."""
+    """Read a whole number above 0, or -1 for all in one, by the first of some names that is there."""
     name = next((one for one in names if said.get(one) is not None), names[0])
     value = said.get(name)
     if type(value) is not int or (value < 1 and not (all_in_one and value == -1)):
@@ -114,7 +114,7 @@ def _number(said: Entries, *names: str, all_in_one: bool = False) -> int:
 
 
 def _block(said: Entries, name: str) -> Block:
-    """Rows and columns with one scale."""
+    """Read rows and columns with one scale."""
     value = said.get(name)
     sizes = re.findall(r"\d+", value) if isinstance(value, str) else value
     if not isinstance(sizes, list | tuple) or len(sizes) != 2 or not all(str(one).isdecimal() for one in sizes):
@@ -145,7 +145,6 @@ def _compressed_tensors(said: Entries) -> Iterator[Rule]:
 
 
 def _grouped(weights: Entries, form: Any) -> Grouped:
-    """The scheme of a group of modules."""
     _check({"format": str(form)}, {"format": _FORMATS}, (), "compressed-tensors")
     packed = form == "pack-quantized"
     only: dict[str, Collection[Any]] = {**_WEIGHTS, "num_bits": (2, 4, 8) if packed else (8,)}

@@ -29,8 +29,8 @@ class Gptq(Scheme):
         bits: of a code.
         group: inputs with one scale; -1 for all of them.
         zero_offset: what stored zero points lack: 1 in the first version of the format.
-        in_order: whether the inputs of each group lie side by side (no act-order); None where nothing is said of it,
-            and g_idx says it if it is there.
+        in_order: whether the inputs of each group lie side by side (no act-order); None where g_idx says it, if it is
+            there.
     """
 
     bits: int
@@ -47,7 +47,7 @@ class Gptq(Scheme):
         return f"GPTQ of {self.bits} bits{'' if self.group < 0 else f' in groups of {self.group}'}"
 
     def arrangement(self, matrix: Quantised) -> Arrangement:
-        """Inputs lie along the first dimension; which group each is of says g_idx, unless they lie in order."""
+        """Arrange inputs along the first dimension; g_idx has the group of each, unless they lie in order."""
         per_word = Fraction(self.bits, WORD)
         words, outputs = matrix.size(WORDS, 2)
         inputs = int(words / per_word)
@@ -69,7 +69,7 @@ class Gptq(Scheme):
         return Arrangement((outputs, inputs), WORDS, parts)
 
     def stated(self, ending: str, shape: tuple[int, ...]) -> Tensor | None:
-        """Which group each input is of, if they lie in order."""
+        """Number the group of each input, if they lie in order."""
         follows = ending == GROUPS and self.in_order
         if follows:
             return torch.arange(shape[1]) // (self.group if self.group > 0 else shape[1])
@@ -103,7 +103,6 @@ class Awq(Scheme):
         return f"AWQ of 4 bits{'' if self.group < 0 else f' in groups of {self.group}'}"
 
     def arrangement(self, matrix: Quantised) -> Arrangement:
-        """Inputs lie along the first dimension."""
         inputs, words = matrix.size(WORDS, 2)
         packed = Along(1, Fraction(self.bits, WORD))
         groups = None if self.group < 0 else Along(0, Fraction(1, self.group))
@@ -123,7 +122,7 @@ class Awq(Scheme):
 def _of_groups(
     codes: Tensor, zeros: Tensor, scales: Tensor, inputs: int, group: int, index: Tensor | None = None
 ) -> Tensor:
-    """Of codes (in, out), with scales and zero points (groups, out), the matrix, (out, in).
+    """Compute the matrix, (out, in), of codes (in, out), scales and zero points (groups, out).
 
     Args:
         group: inputs of one, that lie side by side where no index says which group each is of.

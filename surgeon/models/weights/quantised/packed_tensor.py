@@ -19,13 +19,11 @@ _TURNED = (torch.ops.aten.t.default, torch.ops.aten.transpose.int)
 class PackedTensor(Tensor):
     """A quantised matrix in the memory of what is stored: any operation on it is one on its numbers, made anew for it.
 
-    Autograd keeps it for a backward pass as it is, and its numbers are made again there, so that a base that is not
-    trained has no dense copy (QLoRA, Dettmers et al. 2023, arXiv 2305.14314, section 3). The numbers are those that
-    `Quantised.whole` gives, in this tensor's dtype.
+    Autograd keeps it packed for a backward pass, so that a base that is not trained has no dense copy (QLoRA, Dettmers
+    et al. 2023, arXiv 2305.14314, section 3). The numbers are those of `Quantised.whole`, in this tensor's dtype.
 
     Args:
         parts: the tensors that hold it, by their endings.
-        scheme: how they do.
         size: the matrix's shape.
         dtype: of its numbers.
         turned: whether this is the matrix transposed.
@@ -52,12 +50,12 @@ class PackedTensor(Tensor):
 
     @classmethod
     def of(cls, matrix: Quantised, dtype: torch.dtype = torch.float32) -> PackedTensor:
-        """A stored matrix; its tensors are read."""
+        """Read the tensors of a stored matrix."""
         parts = {ending: matrix.store.tensor(name) for ending, name in matrix.parts.items()}
         return cls(parts, matrix.scheme, matrix.shape, dtype)
 
     def numbers(self) -> Tensor:
-        """What it stands for, in memory of its own."""
+        """Compute the matrix, in memory of its own."""
         values = self.scheme.values(self.parts, self.size_stored).to(self.dtype).contiguous()
         if self.turned:
             return values.T
@@ -72,7 +70,7 @@ class PackedTensor(Tensor):
         return f"PackedTensor({self.scheme.description}, {tuple(self.shape)}, {self.dtype})"
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """What tells PyTorch to move it as a tensor that wraps others; these are no business of its."""
+        """Have PyTorch move it as one tensor, not as one that wraps others."""
         return [], self
 
     @staticmethod

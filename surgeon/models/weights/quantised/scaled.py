@@ -31,7 +31,7 @@ Block = tuple[int, int]  # rows and columns with one scale; 0 for all of them
 
 
 def grid_of(block: Block) -> tuple[Along | None, Along | None]:
-    """Where a matrix's rows and columns lie in a grid of scales; nowhere, where there is one for all of them."""
+    """Place a matrix's rows and columns in a grid of scales; nowhere, where there is one for all of them."""
     rows, columns = block
     return Along(0, Fraction(1, rows)) if rows else None, Along(1, Fraction(1, columns)) if columns else None
 
@@ -56,7 +56,6 @@ class Fp8(Scheme):
         return "FP8 with one scale"
 
     def arrangement(self, matrix: Quantised) -> Arrangement:
-        """A scale for each block."""
         exponents = (torch.float8_e8m0fnu, torch.uint8)
         parts = {ending: PartSpec() for ending in matrix.parts.keys() & set(ACTIVATIONS)} | {
             WEIGHT: PartSpec(FLOAT8, (ROWS, Along(1))),
@@ -65,7 +64,6 @@ class Fp8(Scheme):
         return Arrangement(matrix.size(WEIGHT, 2), WEIGHT, parts)
 
     def values(self, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:  # noqa: ARG002
-        """Each value times the scale of its block."""
         return scaled(tensors[WEIGHT], scales_of(tensors[self.needed[1]]), self.block)
 
 
@@ -93,7 +91,7 @@ class Grouped(Scheme):
 
     @property
     def needed(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Where values are packed, their number has to be said."""
+        """Endings, the number of packed values among them."""
         if self.packed:
             return (WORDS, SCALES, SHAPE)
         return (WEIGHT, SCALES)
@@ -105,7 +103,7 @@ class Grouped(Scheme):
         return f"{self.bits} bits {f'in {where}' if rows else 'with one scale'} (compressed-tensors)"
 
     def arrangement(self, matrix: Quantised) -> Arrangement:
-        """Zero points are packed along rows, values along columns."""
+        """Arrange zero points, packed along rows, and values, packed along columns."""
         per_word = Fraction(self.bits, WORD) if self.packed else Fraction(1)
         shape = self._said(matrix) if self.packed else matrix.size(WEIGHT, 2)
         rows, columns = grid_of(self.block)
@@ -143,7 +141,7 @@ class Grouped(Scheme):
         return None
 
     def values(self, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:
-        """(value - zero point) * scale, of the group that its column is of."""
+        """Compute (value - zero point) * scale, of the group of its column."""
         values = tensors[self.needed[0]]
         scales = tensors[SCALES]
         zeros = tensors.get(ZEROS)
@@ -181,7 +179,6 @@ class Mxfp4(Scheme):
         return "MXFP4"
 
     def arrangement(self, matrix: Quantised) -> Arrangement:
-        """Inputs lie last, in blocks."""
         experts, outputs, blocks, _ = matrix.size(BLOCKS, 4)
         along = Along(0), Along(2, Fraction(1, BLOCK)), Along(1)
         parts = {
@@ -191,5 +188,5 @@ class Mxfp4(Scheme):
         return Arrangement((experts, blocks * BLOCK, outputs), BLOCKS, parts)
 
     def values(self, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:  # noqa: ARG002
-        """The numbers of its blocks, (experts, in, out)."""
+        """Compute the numbers of its blocks, (experts, in, out)."""
         return mxfp4(tensors[BLOCKS], tensors[EXPONENTS]).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""From stored codes to numbers, for each format by its definition: pure functions on tensors, float32 at the end."""
+"""Numbers of stored codes, for each format by its definition: pure functions on tensors, float32 at the end."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ EXPONENT_BIAS = 127  # of E8M0: a byte is the exponent of two, and nothing else
 
 
 def codes_of(words: Tensor, bits: int, dim: int, places: Sequence[int] | None = None) -> Tensor:
-    """The unsigned codes in int32 words, the lowest bits first: 32 / bits times as many along one dimension, in uint8.
+    """Unpack unsigned codes of int32 words, the lowest bits first: 32 / bits as many along one dimension, in uint8.
 
     Args:
-        places: which of a word's codes each of its elements is, where they are not in order.
+        places: of each element among a word's codes, where they are not in order.
     """
     parts = words.contiguous().view(torch.uint8).unflatten(-1, (-1, WORD // 8, 1))  # a byte is moved in less time
     if bits < 8:
@@ -30,7 +30,7 @@ def codes_of(words: Tensor, bits: int, dim: int, places: Sequence[int] | None = 
 
 
 def pairs_of(packed: Tensor, table: Tensor, high_first: bool) -> Tensor:
-    """What a table has for the two codes of four bits in each byte, (..., n) to (..., 2 n), in float32."""
+    """Look up the two codes of four bits in each byte, (..., n) to (..., 2 n), in float32."""
     both = torch.cartesian_prod(table.float(), table.float())  # of every byte, that of its high bits first
     one = torch.view_as_complex((both if high_first else both.flip(-1)).contiguous())  # two numbers, looked up as one
     found = torch.view_as_real(one.index_select(0, packed.flatten().int()))
@@ -38,14 +38,14 @@ def pairs_of(packed: Tensor, table: Tensor, high_first: bool) -> Tensor:
 
 
 def scales_of(stored: Tensor) -> Tensor:
-    """Scales in float32; bytes are exponents of two (E8M0)."""
+    """Read scales in float32; bytes are exponents of two (E8M0)."""
     if stored.dtype == torch.uint8:
         return torch.exp2(stored.float() - EXPONENT_BIAS)
     return stored.float()
 
 
 def scaled(values: Tensor, scales: Tensor, block: tuple[int, int], zeros: Tensor | None = None) -> Tensor:
-    """(values - zeros) * scales of a matrix, in float32, with a scale and a zero point for each of its blocks.
+    """Compute (values - zeros) * scales of a matrix, in float32, with a scale and a zero point for each of its blocks.
 
     Args:
         block: rows and columns of one; 0 for all of them. The last ones may reach beyond the matrix.
@@ -72,6 +72,6 @@ def scaled(values: Tensor, scales: Tensor, block: tuple[int, int], zeros: Tensor
 
 
 def mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Microscaling FP4, (..., 32 n): blocks (..., n, 16) of 32 codes, the low four bits first, exponents (..., n)."""
+    """Compute microscaling FP4, (..., 32 n): blocks (..., n, 16) of 32 codes, low bits first, exponents (..., n)."""
     table = torch.tensor(E2M1, device=blocks.device)
     return (pairs_of(blocks, table, high_first=False) * scales_of(scales).unsqueeze(-1)).flatten(-2)
