@@ -75,7 +75,7 @@ def with_buffers(folder: Path) -> Path:
     """
     tensors, family = tensors_of(folder), family_in(folder)
     buffers: dict[str, Tensor] = {}
-    norm, query = f"{family.attention.called[0]}.weight", family.attention.projection("q").path
+    norm, query = f"{family.attention.stages[0]}.weight", family.attention.projection("q").path
     for name in [name for name in tensors if name.endswith(f".{norm}")]:
         attention = name.removesuffix(norm) + query.rpartition(".")[0]
         if family.positions.rotary:

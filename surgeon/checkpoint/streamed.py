@@ -47,7 +47,7 @@ class StreamedLayers(nn.ModuleList):
     def sublayer_bytes(self, kind: str) -> int:
         """How much memory the weights of the largest attention, or feed-forward, take."""
         spec = self.stored.family.spec
-        called = ([layer.get_submodule(path) for path in spec(kind, place).called] for place, layer in enumerate(self))
+        called = ([layer.get_submodule(path) for path in spec(kind, place).stages] for place, layer in enumerate(self))
         sizes = (sum(one.numel() for module in own for one in module.parameters()) for own in called)
         return max(sizes) * self.dtype.itemsize
 

@@ -96,7 +96,7 @@ class EditedLayers(nn.Module):
             share_undivided(modules, self.family.spec(first.kind, first.layers[0]))
         if self.family.shares_norm and self.keeps_derived:
             # Derived sublayers of one layer that are stored as one have its norm between them.
-            path = self.family.attention.called[0]
+            path = self.family.attention.stages[0]
             norms = dict[int, nn.Module]()
             groups = self.stored_groups
             for sublayer in filter(self.is_derived, dict.fromkeys(self.program.sublayers())):
@@ -344,7 +344,7 @@ def _through_stages(
 ) -> Tensor:
     if slot is not None:
         _set_cache_slot(owner, spec, slot)
-    for path in spec.called:
+    for path in spec.stages:
         module = owner.get_submodule(path)
         if slot is not None and path == spec.module:
             output = module(hidden_states=stream, **arguments)

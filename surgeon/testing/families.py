@@ -78,7 +78,7 @@ class FamilyContract:
         for kind in KINDS:
             spec = family.spec(kind, 1)
             sublayer = Sublayer(kind, (1,))
-            for path in (*spec.called, *spec.norms.values()):
+            for path in (*spec.stages, *spec.norms.values()):
                 layer.get_submodule(path)
             units = family.units(model.config, 1)
             counted = {unit: count * family.unit_width(model.config, unit) for unit, count in units.items()}

@@ -79,7 +79,7 @@ class Sublayers:
                 lambda *given: normed.append(_stream_in(*given)), with_kwargs=True
             ),
         ]
-        before = spec.called[: spec.called.index(spec.module)]
+        before = spec.stages[: spec.stages.index(spec.module)]
         for path in before:
             norm = self.layers[k].get_submodule(path)
             hooks.append(norm.register_forward_hook(lambda _, __, output: normed.append(output)))
@@ -107,7 +107,7 @@ class Sublayers:
     def attention(self, k: int, x: Tensor) -> Tensor:
         spec = self.family.spec("A", k)
         args, kwargs = self.calls[k]
-        normed = self._through(k, spec.called[: spec.called.index(spec.module)], x)
+        normed = self._through(k, spec.stages[: spec.stages.index(spec.module)], x)
         positional = [normed if value is _STREAM else value for value in args]
         named = {name: normed if value is _STREAM else value for name, value in kwargs.items()}
         output = self.layers[k].get_submodule(spec.module)(*positional, **named)
@@ -116,7 +116,7 @@ class Sublayers:
     @torch.no_grad()
     def feed_forward(self, k: int, x: Tensor) -> Tensor:
         spec: SublayerSpec = self.family.spec("F", k)
-        return self._scaled(self._through(k, spec.called, x))
+        return self._scaled(self._through(k, spec.stages, x))
 
     def _scaled(self, output: Tensor) -> Tensor:
         """What is added of an output."""

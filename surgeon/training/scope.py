@@ -211,7 +211,7 @@ def _modules(model: PreTrainedModel, scope: str, program: Program) -> Iterator[n
         for sublayer in edited_in(model, program):
             spec = layers.family.spec(sublayer.kind, sublayer.layers[0])
             owner = layers.owner(sublayer)
-            yield from (owner.get_submodule(path) for path in spec.called)
+            yield from (owner.get_submodule(path) for path in spec.stages)
     elif scope == "routers":
         yield from routers_of(layers)
     else:

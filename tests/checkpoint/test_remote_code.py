@@ -114,8 +114,8 @@ def test_config_json_describes_the_family(model_type: str) -> None:
     config.surgeon_family = row
     own = shipped.family_in(config)
     (attention,) = own.attentions
-    assert attention["called"] == list(family.attention.called)
-    assert own.feed_forward == family.mlp.called
+    assert attention["called"] == list(family.attention.stages)
+    assert own.feed_forward == family.mlp.stages
     projections = (*family.attention.projections, *family.mlp.projections)
     assert set(own.reads) == {p.path for p in projections if p.reads_stream}
     assert set(own.writes) == {p.path for p in projections if not p.reads_stream}

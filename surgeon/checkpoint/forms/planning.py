@@ -454,7 +454,7 @@ def joined(rows: list[Tensor]) -> Tensor:
 
 
 def _roots(spec: SublayerSpec) -> tuple[str, ...]:
-    return tuple(f"{root}." for root in spec.called)
+    return tuple(f"{root}." for root in spec.stages)
 
 
 def known_modules(spec: SublayerSpec) -> set[str]:

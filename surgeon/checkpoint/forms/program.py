@@ -179,7 +179,7 @@ def family_row(family: Family, config: Any) -> dict[str, Any]:
     return {
         "attentions": [
             {
-                "called": list(spec.called),
+                "called": list(spec.stages),
                 "module": spec.module,
                 "slot": spec.cache_slot,
                 "renamed": dict(spec.renamed),
@@ -187,7 +187,7 @@ def family_row(family: Family, config: Any) -> dict[str, Any]:
             }
             for spec in family.attentions
         ],
-        "feed_forward": list(family.mlp.called),
+        "feed_forward": list(family.mlp.stages),
         "reads": reads,
         "writes": [p.path for p in projections if not p.reads_stream],
         "roles": [[p.role, p.path] for p in projections],  # a list: `save_pretrained` sorts what has keys

@@ -1,17 +1,13 @@
 """gpt-oss: mixtures of experts with biases and clamped gates, and attentions whose heads have sinks."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from surgeon.models.families.base import AttentionWindow
 from surgeon.models.families.llama import LLAMA
 from surgeon.models.families.mixtures import MIXTURE, ROUTED
-from surgeon.models.families.specs import Projection
-from surgeon.models.routing import Routing
-
-
-def _routing(config: Any) -> Routing:
-    return Routing(int(config.num_experts_per_tok), "softmax of chosen")
+from surgeon.models.families.specs import Projection, chosen
 
 
 def _clamped_gate(config: Any) -> tuple[float, float]:
@@ -37,7 +33,7 @@ GPT_OSS = replace(
             ROUTED,
             router="mlp.router",
             count="num_local_experts",
-            routing=_routing,
+            routing=partial(chosen, scores="softmax of chosen"),
             counts=("mlp.experts.num_experts", "mlp.router.num_experts"),
             top_k=("mlp.router.top_k",),
             clamped_gate=_clamped_gate,

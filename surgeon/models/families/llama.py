@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from surgeon.errors import shown
@@ -24,15 +26,14 @@ from surgeon.models.families.specs import (
     HeadStage,
     MixtureSpec,
     Projection,
-    Stage,
     StreamNorm,
     SublayerSpec,
     attention_projections,
+    chosen,
     gated_projections,
     plain_projections,
     shared_projections,
 )
-from surgeon.models.routing import Routing
 
 LLAMA = Family(
     name="Llama",
@@ -180,14 +181,6 @@ STABLELM = replace(
 )
 
 
-def _routing(config: Any) -> Routing:
-    return Routing(int(config.num_experts_per_tok), "sigmoid")
-
-
-def _shared_neurons(config: Any) -> int:
-    return int(config.intermediate_size)
-
-
 def _experts(role: str, name: str) -> Projection:
     path = f"feed_forward.experts.{name}"
     return Projection(role, path, "neurons", role != "down", transposed=True, stacked=True)
@@ -213,7 +206,7 @@ def _llama4_unsupported(config: Any) -> str | None:
     return _smollm3_unsupported(config)
 
 
-_STAGES: tuple[Stage, ...] = (LLAMA.mlp.stages[0], "feed_forward")
+_STAGES = (LLAMA.mlp.stages[0], "feed_forward")
 _DENSE: SublayerSpec = replace(
     LLAMA.mlp, stages=_STAGES, projections=gated_projections("feed_forward"), width="intermediate_size_mlp"
 )
@@ -231,10 +224,10 @@ _MIXTURE: SublayerSpec = replace(
         router="feed_forward.router",
         experts="feed_forward.experts",
         count="num_local_experts",
-        routing=_routing,
+        routing=partial(chosen, scores="sigmoid"),
         counts=("feed_forward.num_experts", "feed_forward.experts.num_experts", "feed_forward.router.num_experts"),
         top_k=("feed_forward.top_k", "feed_forward.router.top_k"),
-        shared=_shared_neurons,
+        shared=attrgetter("intermediate_size"),
         weighs_inputs=True,
         logits=1,
     ),

@@ -1,18 +1,13 @@
 """MiniMax-M2: Mixtral's files, norms of all queries and all keys as OLMoE's, and a router as DeepSeek-V3's."""
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 from surgeon.models.families.base import Positions
 from surgeon.models.families.llama import LLAMA
 from surgeon.models.families.mistral import MIXTRAL
 from surgeon.models.families.olmo import OLMOE
-from surgeon.models.routing import Routing
-
-
-def _routing(config: Any) -> Routing:
-    return Routing(int(config.num_experts_per_tok), "sigmoid", normalise=True)
-
+from surgeon.models.families.specs import chosen
 
 assert MIXTRAL.mixture is not None
 MINIMAX_M2 = replace(
@@ -23,7 +18,11 @@ MINIMAX_M2 = replace(
     attention=OLMOE.attention,
     mlp=replace(
         MIXTRAL.mlp,
-        mixture=replace(MIXTRAL.mixture, routing=_routing, correction="mlp.e_score_correction_bias"),
+        mixture=replace(
+            MIXTRAL.mixture,
+            routing=partial(chosen, scores="sigmoid", normalise=True),
+            correction="mlp.e_score_correction_bias",
+        ),
     ),
     stored_names=MIXTRAL.stored_names,
     positions=Positions(partial=True),

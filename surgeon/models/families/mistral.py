@@ -1,12 +1,13 @@
 """Mistral's: Mistral, Ministral, Ministral 3, Mixtral."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from surgeon.models.families.base import AttentionWindow, Family
 from surgeon.models.families.llama import LLAMA
-from surgeon.models.families.mixtures import MIXTURE, ROUTED, normalised, stacked_experts
-from surgeon.models.families.specs import Growth
+from surgeon.models.families.mixtures import MIXTURE, ROUTED, stacked_experts
+from surgeon.models.families.specs import Growth, chosen
 
 MISTRAL = replace(
     LLAMA,
@@ -52,7 +53,7 @@ MIXTRAL = replace(
     mlp=replace(
         MIXTURE,
         projections=stacked_experts("w1", "w3", "w2"),
-        mixture=replace(ROUTED, count="num_local_experts", routing=normalised),
+        mixture=replace(ROUTED, count="num_local_experts", routing=partial(chosen, normalise=True)),
     ),
     stored_names=(("mlp.", "block_sparse_moe."),),
     window=AttentionWindow("sliding_window"),

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from surgeon.models.families.llama import LLAMA
-from surgeon.models.families.specs import MixtureSpec, Projection, SublayerSpec
+from surgeon.models.families.specs import MixtureSpec, Projection, SublayerSpec, chosen
 from surgeon.models.routing import Routing
 
 
@@ -25,14 +25,9 @@ def stacked_experts(gate: str = "gate_proj", up: str = "up_proj", down: str = "d
     return (of("gate", "gate_up_proj", gate), of("up", "gate_up_proj", up), of("down", "down_proj", down))
 
 
-def normalised(config: Any) -> Routing:
-    """Divide the weights of the chosen experts by their sum."""
-    return Routing(int(config.num_experts_per_tok), normalise=True)
-
-
 def normalised_if_told(config: Any) -> Routing:
     """Divide the weights of the chosen experts by their sum if the configuration says so."""
-    return Routing(int(config.num_experts_per_tok), normalise=bool(config.norm_topk_prob))
+    return chosen(config, normalise=bool(config.norm_topk_prob))
 
 
 ROUTED = MixtureSpec(

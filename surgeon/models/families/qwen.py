@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from surgeon.models.families.base import AttentionWindow, ConfigEntries, Family, Norms, Positions
 from surgeon.models.families.llama import LLAMA
-from surgeon.models.families.mixtures import MIXTURE, ROUTED, normalised
-from surgeon.models.families.specs import HeadNorm, Projection, StreamNorm, SublayerSpec, shared_projections
+from surgeon.models.families.mixtures import MIXTURE, ROUTED
+from surgeon.models.families.specs import HeadNorm, Projection, StreamNorm, SublayerSpec, chosen, shared_projections
 
 QWEN2 = replace(
     LLAMA,
@@ -98,10 +100,6 @@ def _numbers(config: Any) -> int:
     return int(projected + mixed * config.linear_conv_kernel_dim + 2 * heads + width)
 
 
-def _shared_neurons(config: Any) -> int:
-    return int(config.shared_expert_intermediate_size)
-
-
 def with_linear_layers(family: Family, config: Any, linear: SublayerSpec) -> Family:
     """A family whose configuration says which layers have linear attention."""
     layers = [layer for layer, kind in enumerate(config.layer_types) if kind == "linear_attention"]
@@ -121,7 +119,9 @@ WEIGHED = replace(
         *MIXTURE.projections,
         *shared_projections("mlp.shared_expert"),
     ),
-    mixture=replace(ROUTED, shared_router="mlp.shared_expert_gate", shared=_shared_neurons),
+    mixture=replace(
+        ROUTED, shared_router="mlp.shared_expert_gate", shared=attrgetter("shared_expert_intermediate_size")
+    ),
 )
 
 QWEN3_NEXT = replace(
@@ -169,7 +169,7 @@ QWEN3_5_MOE = replace(
     name="Qwen3.5-MoE",
     model_type="qwen3_5_moe_text",
     summary="Qwen3-Next with dense MLPs or with mixtures in all layers, its projections unpacked.",
-    mlp=replace(WEIGHED, mixture=replace(WEIGHED.mixture, routing=normalised)),
+    mlp=replace(WEIGHED, mixture=replace(WEIGHED.mixture, routing=partial(chosen, normalise=True))),
     intermediate="moe_intermediate_size",
 )
 

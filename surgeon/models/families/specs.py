@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
-from surgeon.models.routing import Routing
+from surgeon.models.routing import Routing, Scores
 
 
 @dataclass(frozen=True)
@@ -163,6 +163,11 @@ def shared_projections(inside: str) -> tuple[Projection, ...]:
     return tuple(replace(one, role=f"shared_{one.role}", unit="shared_neurons") for one in gated_projections(inside))
 
 
+def chosen(config: Any, scores: Scores = "softmax", normalise: bool = False) -> Routing:
+    """Route to as many experts as most configurations say."""
+    return Routing(int(config.num_experts_per_tok), scores, normalise)
+
+
 @dataclass(frozen=True)
 class MixtureSpec:
     """A mixture of experts, beside their matrices.
@@ -207,14 +212,10 @@ class MixtureSpec:
         return found | {"shared_router.weight": f"{self.shared_router}.weight"}
 
 
-@dataclass(frozen=True)
-class StreamNorm:
-    """Norms all of the stream, as the family's `Norms` say."""
+class StreamNorm(str):
+    """A stage that norms all of the stream, as the family's `Norms` say: the path of its module."""
 
-    path: str
-
-
-Stage = StreamNorm | str  # the latter is the path of a module that computes
+    __slots__ = ()
 
 
 @dataclass(frozen=True)
@@ -270,9 +271,9 @@ class SublayerSpec:
     """One sublayer of a layer.
 
     Attributes:
-        stages: norms of the stream and modules that compute, in order. The first module of an attention gets the
-            decoder's keyword arguments (mask, positions, cache). The output of slices cannot be normed, so that a
-            sublayer with a norm behind its modules (Gemma2, OLMo2) is never sliced or fused.
+        stages: paths of norms of the stream and of modules that compute, in order. The first module of an attention
+            gets the decoder's keyword arguments (mask, positions, cache). The output of slices cannot be normed, so
+            that a sublayer with a norm behind its modules (Gemma2, OLMo2) is never sliced or fused.
         projections: linear maps.
         heads: stages of queries, keys and values, in order, before they turn with positions and attend.
         counts: attributes (from the first module) that count heads, neurons or their features: less in a slice.
@@ -291,7 +292,7 @@ class SublayerSpec:
         mixture: of experts, if it is one.
     """
 
-    stages: tuple[Stage, ...]
+    stages: tuple[str, ...]
     projections: tuple[Projection, ...]
     heads: tuple[HeadStage, ...] = ()
     counts: tuple[str, ...] = ()
@@ -308,25 +309,20 @@ class SublayerSpec:
     mixture: MixtureSpec | None = None
 
     @property
-    def called(self) -> tuple[str, ...]:
-        """Paths of the modules of all stages."""
-        return tuple(stage.path if isinstance(stage, StreamNorm) else stage for stage in self.stages)
-
-    @property
     def module(self) -> str:
         """Path of the first module that computes."""
-        return next(stage for stage in self.stages if isinstance(stage, str))
+        return next(stage for stage in self.stages if not isinstance(stage, StreamNorm))
 
     @property
     def modules(self) -> tuple[str, ...]:
         """Paths of the modules from the first one that computes."""
-        return self.called[self.called.index(self.module) :]
+        return self.stages[self.stages.index(self.module) :]
 
     @property
     def stream_norms(self) -> dict[str, str]:
         """Paths of the norms among its stages: "norm" before the modules, "post_norm" behind."""
         first = self.stages.index(self.module)
-        norms = [(at, stage.path) for at, stage in enumerate(self.stages) if isinstance(stage, StreamNorm)]
+        norms = [(at, path) for at, path in enumerate(self.stages) if isinstance(path, StreamNorm)]
         return {"norm" if at < first else "post_norm": path for at, path in norms}
 
     @property

@@ -63,7 +63,7 @@ def derive_sublayer(sublayer: Sublayer, owner: nn.Module, weights: ModelWeights)
 
 def _parameters(owner: nn.Module, spec: SublayerSpec) -> Iterator[tuple[nn.Module, str]]:
     """Yield a sublayer's parameters, those of its norm first: the owner of each, and its path from the layer."""
-    for root in spec.called:
+    for root in spec.stages:
         for path, module in owner.get_submodule(root).named_modules(prefix=root):
             yield from ((module, name) for name, _ in module.named_parameters(path, recurse=False))
 
@@ -146,7 +146,7 @@ def module_with(tensors: Tensors, owner: nn.Module, spec: SublayerSpec, head_dim
     """
     shell = nn.Module().train(owner.training)
     replaced = replaced_modules(owner, tensors, spec, head_dim)
-    for path in spec.called:
+    for path in spec.stages:
         setattr(shell, path, _copy_with(owner, path, tensors, replaced))
     return shell
 

@@ -185,7 +185,7 @@ def leave_out(model: Any, weights: ModelWeights, program: Program) -> None:
     for index, kind in unstored(weights, program, layers):
         layer = model.get_submodule(f"{weights.family.layers}.{index}")
         spec = weights.family.spec(kind, index)
-        for root in {path.partition(".")[0] for path in spec.called}:
+        for root in {path.partition(".")[0] for path in spec.stages}:
             delattr(layer, root)
 
 

@@ -136,7 +136,7 @@ def _before_layers(model: PreTrainedModel) -> dict[str, Tensor]:
 def _parameters(layers: EditedLayers, sublayer: Sublayer) -> dict[str, Tensor]:
     spec = layers.family.spec(sublayer.kind, sublayer.layers[0])
     owner = layers.owner(sublayer)
-    called = [owner.get_submodule(path) for path in spec.called]
+    called = [owner.get_submodule(path) for path in spec.stages]
     return {f"{index}.{name}": one for index, part in enumerate(called) for name, one in part.named_parameters()}
 
 

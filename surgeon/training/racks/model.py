@@ -225,7 +225,7 @@ def tensors_by(model: PreTrainedModel, program: Program) -> ModelTensors:
     for (kind, place), (layer,) in layers_by_recipe(program, found.program).items():
         if place != layer:
             spec = found.family.spec(kind, layer)
-            paths = tuple(f"{path}." for path in spec.called)
+            paths = tuple(f"{path}." for path in spec.stages)
             moved = {name: tensor for name, tensor in found.layers[place].items() if name.startswith(paths)}
             layers[layer] = layers[layer] | moved
     config = config_for(found.config, range(len(layers)), bool(found.config.tie_word_embeddings))
