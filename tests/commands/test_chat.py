@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -125,7 +126,7 @@ class Terminal:
 
     def interrupt_line(self) -> None:
         """Press Ctrl-C until there is a new prompt: readline misses a signal that comes before it waits for keys."""
-        for _ in range(PATIENCE):
+        for _ in range(int(PATIENCE)):
             self.type("\x03")
             with suppress(TimeoutError):
                 self.wait_for("\n> ", 1)
