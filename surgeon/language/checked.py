@@ -29,7 +29,7 @@ def checked(
     path: Path = (),
     messages: Mapping[str, str] = MESSAGES,
 ) -> Checked:
-    """What a part of a document says, as the type that it is checked by.
+    """Validate a part of a document as a type.
 
     Args:
         kind: a model of pydantic's, or a dataclass whose annotations are for pydantic.

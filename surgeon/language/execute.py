@@ -26,7 +26,7 @@ Branch = tuple[Node, ...]
 
 
 class Partial(NamedTuple):
-    """What a machine has computed towards a node's output.
+    """A machine's contribution to a node's output.
 
     Attributes:
         part: to be summed over the ranks; on one device the sum is this itself.
@@ -39,7 +39,7 @@ class Partial(NamedTuple):
 
 
 class Machine(Protocol):
-    """What a program runs on: one device, or one rank of several."""
+    """A device that runs a program: alone, or as one rank of several."""
 
     def compute(self, step: Step, stream: Tensor) -> Partial:
         """The sum of the outputs of the step's sublayers: on a rank, only this rank's part of it."""
@@ -55,13 +55,13 @@ class Machine(Protocol):
         """The branches this rank computes or helps compute, each with the machine (the group of ranks) that runs it."""
 
     def join(self, fork: Fork, added: Tensor) -> Partial:  # noqa: ARG002 - a group of ranks asks who else has it
-        """What this rank has of a fork's output when its branches have added this, (batch, tokens, hidden)."""
+        """Turn the sum of a fork's branches, (batch, tokens, hidden), into this rank's part of the fork's output."""
         return Partial(added)
 
 
 @dataclass(frozen=True)
 class State:
-    """Where a run stands between two nodes.
+    """The state of a run between two nodes.
 
     Attributes:
         stream: the residual stream, without what is pending.
@@ -111,7 +111,7 @@ def land(state: State, add: Callable[[Tensor, Tensor], Tensor] = torch.add) -> S
 
 
 def partial_output(node: Node, stream: Tensor, machine: Machine) -> Partial:
-    """What this machine has of a node's output."""
+    """Compute this machine's part of a node's output."""
     if isinstance(node, Step):
         return machine.compute(node, stream)
     return machine.join(node, fork_output(node, stream, machine))
@@ -126,7 +126,7 @@ def fork_output(fork: Fork, stream: Tensor, machine: Machine) -> Tensor:
 
 
 def branch_output(branch: Branch, stream: Tensor, machine: Machine) -> Tensor:
-    """What one branch adds to the stream it starts from."""
+    """Compute the sum that one branch adds to the stream it starts from."""
     (state,) = in_turn(branch, [State(stream, added=torch.zeros_like(stream))], [machine])
     added = land(state).added
     assert added is not None

@@ -134,12 +134,12 @@ class Program:
 
     @property
     def layers(self) -> frozenset[int]:
-        """Those whose weights it has."""
+        """Layers whose weights it has."""
         return frozenset(layer for sublayer in self.sublayers() for layer in sublayer.layers)
 
     @property
     def attended(self) -> int:
-        """How many nodes there are up to the last one that has an attention; behind it no token looks at another."""
+        """Number of nodes up to the last one that has an attention; behind it no token looks at another."""
         kinds = [{one.kind for step in steps_of((node,)) for one in step.sublayers} for node in self.nodes]
         return max((1 + number for number, found in enumerate(kinds) if ATTENTION in found), default=0)
 
@@ -153,15 +153,15 @@ class Program:
             raise ValueError("the program is empty: it has no steps; keep at least one sublayer")
 
     def renamed(self, rename: Callable[[Sublayer], Sublayer]) -> Program:
-        """The same program with other sublayers in the place of its own."""
+        """Replace sublayers by others."""
         return Program(_renamed(self.nodes, rename))
 
     def whole(self) -> Program:
-        """The same program of all experts, KV groups and neurons, with a matrix in the place of every two factors."""
+        """Give all sublayers every expert, KV group and neuron, and a matrix in the place of two factors."""
         return self.renamed(lambda sublayer: replace(sublayer, ranks=(), width=None, experts=None))
 
     def parameters(self, shapes: LayerShapes) -> int:
-        """How many parameters its sublayers have, those that occur several times counted once.
+        """Count the parameters of its sublayers; a sublayer that occurs several times counts once.
 
         Raises:
             ValueError: as `Sublayer.parameters`.
@@ -169,11 +169,11 @@ class Program:
         return sum(sublayer.parameters(shapes) for sublayer in set(self.sublayers()))
 
     def active_parameters(self, shapes: LayerShapes) -> int:
-        """How many of them take part in what is computed for one token; errors as `parameters`."""
+        """Count the parameters that compute one token; errors as `parameters`."""
         return sum(sublayer.active_parameters(shapes) for sublayer in set(self.sublayers()))
 
     def weight_bytes(self, shapes: LayerShapes, number_bytes: int) -> int:
-        """How much room they take, at so many bytes each; errors as `parameters`."""
+        """Count the bytes of its parameters; errors as `parameters`."""
         return self.parameters(shapes) * number_bytes
 
     def effective_depth(self, steps_per_layer: int = 2) -> float:
@@ -184,7 +184,7 @@ class Program:
         return _longest_chain(self.nodes) / steps_per_layer
 
     def sync_points(self, ranks: int) -> int:
-        """How many synchronisations one forward pass waits for on this many tensor-parallel ranks.
+        """Count the synchronisations that one forward pass waits for on this many tensor-parallel ranks.
 
         One per step and one per fork. The branches of a fork are spread over groups of ranks; where there are fewer
         branches than ranks, the steps of a branch synchronise within their group as well, at the same time in all
@@ -219,7 +219,7 @@ def steps_of(nodes: tuple[Node, ...]) -> Iterator[Step]:
 
 
 def ranks_per_branch(fork: Fork, ranks: int) -> int:
-    """How many ranks work on each branch at a time: 1 when every rank takes one or several whole branches in turn."""
+    """Number of ranks that share a branch: 1 when every rank takes one or several whole branches in turn."""
     branches = len(fork.branches)
     if branches >= ranks:
         return 1

@@ -39,7 +39,7 @@ _WEIGHTS = re.compile(r"sha256:([0-9a-f]{64})")
 
 
 class Expect(BaseModel):
-    """What the recipe's program must come out as; checked whenever the recipe is used.
+    """Figures that the recipe's program must have; checked whenever the recipe is used.
 
     Attributes:
         effective_depth: in layers of the unedited model.
@@ -121,7 +121,7 @@ class Recipe:
             yield operation, program
 
     def mismatch(self, model_hash: str, weights_hash: str) -> str | None:
-        """What there is to say if this is another model than the recipe was made for; nothing if it is not.
+        """Say that this is another model than the recipe was made for; None if it is the same.
 
         Args:
             model_hash, weights_hash: of the model, and of its weights alone, by which earlier versions named it.
@@ -270,7 +270,7 @@ class DocumentReader:
         return document
 
     def operations(self, entries: Any) -> tuple[AppliedOperation, ...]:
-        """What the key `operations` says."""
+        """Read the key `operations`."""
         if not isinstance(entries, list):
             raise self.error(
                 self.lines["operations",], 'operations must be a list, each entry as in - pair: {layers: "4:30"}'
@@ -307,7 +307,7 @@ class DocumentReader:
         return AppliedOperation(name, stretches, parameters, line)
 
     def validate(self, model: type[Checked], given: dict[str, Any], path: tuple[Any, ...]) -> Checked:
-        """What a mapping says, as the model that it is checked by; `path` leads to it."""
+        """Validate a mapping by a pydantic model; `path` leads to it."""
         try:
             return checked(model, given, self.lines, path)
         except YamlError as error:

@@ -1,4 +1,4 @@
-"""One sublayer of a program, and the shapes of a model's layers, from which its parameters follow."""
+"""A program's sublayer, and the shapes of a model's layers, from which its parameters follow."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WRITING = ("o", "down", "shared_down")
 
 @dataclass(frozen=True, order=True)
 class Sublayer:
-    """One sublayer: its kind, layer (or the layers whose weights are averaged), experts, width, slice, and ranks.
+    """A sublayer: kind, layer (or the layers whose weights are averaged), experts, width, slice and ranks.
 
     Attributes:
         kind: "A" for attention, "F" for feed-forward.
@@ -104,18 +104,18 @@ class Sublayer:
 
     @property
     def parts(self) -> tuple[tuple[str, int], ...]:
-        """Whose weights it has: (kind, layer), of each of its layers."""
+        """Owners of its weights: (kind, layer) of each of its layers."""
         return tuple((self.kind, layer) for layer in self.layers)
 
     @property
     def sizes(self) -> tuple[tuple[str, int], ...]:
-        """What it has less of than its layer: how many experts, KV groups or neurons, and its ranks, by name."""
+        """Sizes that are below its layer's: experts, KV groups or neurons, and ranks, by name."""
         experts = () if self.experts is None else ((EXPERTS, len(self.experts)),)
         width = () if self.width is None else ((UNITS[self.kind], self.width),)
         return (*experts, *width, *self.ranks)
 
     def stored_in(self, place: int) -> Sublayer:
-        """The same as part of a stored layer of this number, whose experts count from 0."""
+        """Place the sublayer in a stored layer of this number, whose experts count from 0."""
         experts = None if self.experts is None else tuple(range(len(self.experts)))
         return replace(self, layers=(place,), experts=experts)
 
@@ -124,7 +124,7 @@ class Sublayer:
         return dict(self.ranks).get(role)
 
     def parameters(self, shapes: LayerShapes) -> int:
-        """How many parameters it has in a model whose layers have these shapes.
+        """Count its parameters in a model whose layers have these shapes.
 
         Norms and routers stay whole in slices; a bias that is added to the stream belongs to slice 0.
 
@@ -135,7 +135,7 @@ class Sublayer:
         return self._parameters(shapes, shapes.experts(self))
 
     def active_parameters(self, shapes: LayerShapes) -> int:
-        """How many of them take part in what is computed for one token: of a mixture, those of `top_k` experts.
+        """Count the parameters that compute one token: of a mixture, those of `top_k` experts.
 
         Raises:
             ValueError: as `parameters`.
@@ -145,7 +145,7 @@ class Sublayer:
         return self._parameters(shapes, experts if mixture is None else min(experts, mixture.top_k))
 
     def _parameters(self, shapes: LayerShapes, counted: int) -> int:
-        """Those of so many experts, and of all else."""
+        """Count the parameters of this many experts, and of all else."""
         own = shapes.of(self)
         one = sum(self._matrix_parameters(role, own) for role in ROLES[self.kind] if role in own.matrices)
         beside = own.norms.get(self.kind, 0)
@@ -155,7 +155,7 @@ class Sublayer:
         return beside + counted * one
 
     def weight_bytes(self, shapes: LayerShapes, number_bytes: int) -> int:
-        """How much room its parameters take, at so many bytes each; errors as `parameters`."""
+        """Count the bytes of its parameters; errors as `parameters`."""
         return self.parameters(shapes) * number_bytes
 
     def _matrix_parameters(self, role: str, shapes: LayerShapes) -> int:
@@ -201,11 +201,11 @@ class LayerShapes:
     others: Mapping[int, LayerShapes] = field(default_factory=dict)
 
     def of(self, sublayer: Sublayer) -> LayerShapes:
-        """Those of a sublayer's (first) layer."""
+        """Return the shapes of a sublayer's (first) layer."""
         return self.others.get(sublayer.layers[0], self)
 
     def experts(self, sublayer: Sublayer) -> int:
-        """How many experts a sublayer has; 1 where it is no mixture.
+        """Number of a sublayer's experts; 1 where it is no mixture.
 
         Raises:
             ValueError: if it is to have experts that its layer does not have, or is an average of mixtures.
@@ -249,7 +249,7 @@ class LayerShapes:
         return (outputs * width // units, inputs)
 
     def narrowed(self, kind: str, width: int) -> LayerShapes:
-        """Those of layers whose sublayers of a kind have so many KV groups or neurons; without biases."""
+        """Return the shapes of layers whose sublayers of a kind have this many KV groups or neurons; without biases."""
         like = Sublayer(kind, (0,), width=width)
         left = {role: self.matrix(like, role) for role in ROLES[kind] if role in self.matrices}
         return LayerShapes({**self.matrices, **left}, norms=self.norms, units={**self.units, kind: width})
@@ -257,7 +257,7 @@ class LayerShapes:
 
 @dataclass(frozen=True)
 class MixtureShapes:
-    """What a feed-forward of experts has besides the matrices of each of them.
+    """Shapes of a mixture besides the matrices of its experts.
 
     Attributes:
         experts: how many the router chooses among.

@@ -26,7 +26,7 @@ Path = tuple[Any, ...]
 
 
 class YamlError(ValueError):
-    """What is wrong with a document.
+    """An error in a document.
 
     Attributes:
         line: counts from 1.
@@ -41,7 +41,7 @@ class YamlError(ValueError):
 
 @dataclass(frozen=True)
 class Document:
-    """What a text says, and where.
+    """A parsed text, with the line of each of its parts.
 
     Attributes:
         value: nothing, a text, a number, a date, or lists and mappings of these; nothing for an empty text.

@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -113,14 +114,24 @@ class Terminal:
         )
         os.close(its)
 
-    def wait_for(self, shown: str) -> str:
+    def wait_for(self, shown: str, patience: float = PATIENCE) -> str:
         """What comes next on the screen, up to a text."""
         while shown not in self.screen:
-            assert select.select([self.end], [], [], PATIENCE)[0], self.screen
+            if not select.select([self.end], [], [], patience)[0]:
+                raise TimeoutError(self.screen)
             self.screen += self._decoder.decode(os.read(self.end, 4096))
             self.screen = re.sub("\r|\x1b\\[\\?2004[hl]", "", self.screen)  # with bracketed paste, off and on
         before, _, self.screen = self.screen.partition(shown)
         return before
+
+    def interrupt_line(self) -> None:
+        """Press Ctrl-C until there is a new prompt: readline misses a signal that comes before it waits for keys."""
+        for _ in range(int(PATIENCE)):
+            self.type("\x03")
+            with suppress(TimeoutError):
+                self.wait_for("\n> ", 1)
+                return
+        raise TimeoutError(self.screen)
 
     def type(self, keys: str) -> None:
         os.write(self.end, keys.encode())
@@ -134,8 +145,9 @@ def test_at_a_terminal(chat_model: Path) -> None:
     terminal.wait_for(expected)
     terminal.type("\x03")
     terminal.wait_for("\n> ")
-    terminal.type("half a line\x03")
-    terminal.wait_for("\n> ")
+    terminal.type("half a line")
+    terminal.wait_for("half a line")
+    terminal.interrupt_line()
     terminal.type("/reset\n")
     terminal.wait_for("forgotten\n> ")
     terminal.type("the dog\n")

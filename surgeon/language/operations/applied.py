@@ -15,7 +15,7 @@ from surgeon.language.sublayer import LayerShapes
 
 @dataclass(frozen=True)
 class AppliedOperation:
-    """One entry of `operations`: which operation, on which stretches, with which parameters, written on which line."""
+    """An entry of `operations`: the operation, its stretches and parameters, and its line."""
 
     name: str
     layers: tuple[range, ...]
@@ -50,7 +50,7 @@ class AppliedOperation:
         return ", ".join(map(show_range, self.layers))
 
     def to_yaml(self) -> str:
-        """As it stands in a recipe, on one line."""
+        """Write it as a recipe does, on one line."""
         ranges = [show_range(stretch) for stretch in self.layers]
         given = {"layers": ranges[0] if len(ranges) == 1 else ranges, **self.parameters}
         return f"{self.name}: {in_braces(given)}"

@@ -1,4 +1,4 @@
-"""What an operation is: a typed function from a program and a stretch of layers to a program.
+"""Operations: typed functions from a program and a stretch of layers to a program.
 
 An operation is one short file with one decorated function; its signature is its parameters, in recipes too. It never
 sees weights or models, only the program: whether layers are still free to be edited is read off the program itself. One
@@ -167,7 +167,7 @@ def find_stretch(program: Program, layers: range) -> Stretch:
 
 
 def _around(run: tuple[Node, ...], first: int, nodes: tuple[Node, ...]) -> tuple[tuple[Node, ...], ...]:
-    """What stands before, between and after the places where nodes have this run, which begins with the layer `first`.
+    """Split nodes at the places of this run, which begins with the layer `first`.
 
     All nodes, where there is no such place.
     """
@@ -223,5 +223,5 @@ def parse_range(text: Any) -> range:
 
 
 def averaged(sublayers: list[Sublayer]) -> Sublayer:
-    """One sublayer with the average of several sublayers' weights."""
+    """Make a sublayer with the average of several sublayers' weights."""
     return Sublayer(sublayers[0].kind, tuple(layer for sublayer in sublayers for layer in sublayer.layers))

@@ -1,4 +1,4 @@
-"""What an operation declares of itself: the maps of a scan and the variants of a bench that it gives.
+"""Declarations of operations: the maps of a scan and the variants of a bench that each gives.
 
 Scans, benches, their help texts and reports read the two tables, so that an operation is named in its own file only.
 """
@@ -63,7 +63,7 @@ class Heatmap:
 
     @property
     def seeded(self) -> bool:
-        """Whether the operation draws something at random: its cells are then means over several seeds."""
+        """True if the operation draws at random: its cells are then means over several seeds."""
         return "seed" in inspect.signature(self.function).parameters and "seed" not in self.parameters
 
     def columns(self, layer: int, shapes: LayerShapes | None) -> tuple[float, ...]:

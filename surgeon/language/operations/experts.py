@@ -13,7 +13,7 @@ from surgeon.language.sublayer import FEED_FORWARD, LayerShapes, Sublayer
 
 
 def _each_expert(shapes: LayerShapes, layer: int) -> tuple[float, ...]:
-    """Those of a layer that can be left out: none where it is no mixture, or has one only."""
+    """Return a layer's experts that can be left out: none where it is no mixture, or has one only."""
     mixture = shapes.of(Sublayer(FEED_FORWARD, (layer,))).mixture
     if mixture is None or mixture.experts < 2:
         return ()
@@ -117,7 +117,7 @@ def _kept(
 
 
 def _of_layer(keep: Sequence[int] | Sequence[Sequence[int]], place: int, layers: range) -> list[int]:
-    """What is listed for one layer, or for all of them."""
+    """Return the list for one layer, or for all of them."""
     each = [one for one in keep if isinstance(one, Sequence)]
     if not each:
         return [one for one in keep if isinstance(one, int)]

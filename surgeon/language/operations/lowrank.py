@@ -144,7 +144,7 @@ def rank_for(keep: float, out_features: int, in_features: int) -> int | None:
 
 
 def saves(rank: int, out_features: int, in_features: int) -> bool:
-    """Whether two factors of a rank have fewer parameters than the matrix."""
+    """True if two factors of a rank have fewer parameters than the matrix."""
     return rank * (out_features + in_features) < out_features * in_features
 
 

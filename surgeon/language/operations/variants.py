@@ -23,7 +23,7 @@ def variant_names() -> tuple[str, ...]:
 
 
 def is_variant(name: str) -> bool:
-    """Whether it is the name of a variant (`tracks:4` for tracks that meet every 4 layers)."""
+    """True for the name of a variant (`tracks:4` for tracks that meet every 4 layers)."""
     return name in (DENSE, *RUN_OTHERWISE) or _declared(name) is not None
 
 

@@ -122,12 +122,12 @@ def _warn_of_whole(layers: range, widths: Mapping[str, int], shapes: LayerShapes
 
 
 def chosen_by(parameters: Mapping[str, Any]) -> By | None:
-    """What an entry of a recipe goes by in choosing units; None if it does not say, and has no text."""
+    """Return the calibration by which a recipe's entry chooses units; None if it names none, and has no text."""
     return parameters.get("by") or (USUAL if parameters.get("calibration") else None)
 
 
 def count_of(kept: float | int | list[int] | None, kind: str, units: int) -> int:
-    """How many of so many KV groups or neurons are meant by a share, a number or a list.
+    """Count the KV groups or neurons that a share, a number or a list stands for.
 
     Raises:
         ValueError: if that is out of range, or a list has one twice.

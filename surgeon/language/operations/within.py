@@ -79,7 +79,7 @@ def require_whole_layers(own: Program, num_layers: int) -> None:
 
 
 def runs_whole_layers(own: Program, num_layers: int) -> bool:
-    """Whether `require_whole_layers` takes it."""
+    """True if `require_whole_layers` accepts the program."""
     try:
         require_whole_layers(own, num_layers)
     except ValueError:
@@ -137,7 +137,7 @@ def _run_at(nodes: tuple[Node, ...], place: int, steps_per_layer: int) -> range:
 
 
 def _steps_per_layer(own: Program) -> int:
-    """How many steps its layers have: 1 where some step is a whole layer, both of whose halves read the same."""
+    """Number of steps of a layer: 1 where some step is a whole layer, both of whose halves read the same stream."""
     whole = (layer_nodes(step.sublayers[0].layers[0], 1)[0] for step in steps_of(own.nodes))
     if any(step == one for step, one in zip(steps_of(own.nodes), whole, strict=True)):
         return 1
