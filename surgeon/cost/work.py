@@ -1,7 +1,6 @@
-"""What a rank computes and exchanges of each step, as kernels and bytes: the rules of `runtime/model` without tensors.
+"""Computation and exchanges of a rank for each step, as kernels and bytes, by the rules of `runtime/model`.
 
-Which slices a rank has comes from `runtime.plan.placement`, what is summed in rank space from `runtime.model.outputs`,
-what is kept in the cache from the plan.
+`runtime.plan.placement` gives a rank's slices, `runtime.model.outputs` the sums in rank space, and the plan the cache.
 
 Shapes: T tokens of a pass, h the stream's width, n ranks that share a sublayer.
 """
@@ -26,11 +25,11 @@ from surgeon.runtime.plan.specification import Plan
 
 
 class ExpertLoad(NamedTuple):
-    """What a rank's experts have to do in a pass.
+    """The work of a rank's experts in a pass.
 
     Attributes:
-        hit: how many of them some token goes to, the mean.
-        pairs: how many tokens all of them get together, the mean.
+        hit: experts that some token goes to, the mean.
+        pairs: tokens of all of them together, the mean.
     """
 
     hit: float
@@ -38,14 +37,14 @@ class ExpertLoad(NamedTuple):
 
 
 def sliced_load(experts: int, chosen: int, tokens: int) -> ExpertLoad:
-    """On a rank that has every expert, or some neurons of each."""
+    """Estimate the load of a rank that has every expert, or some neurons of each."""
     missed = (1 - min(chosen, experts) / experts) ** tokens
     return ExpertLoad(experts * (1 - missed), float(tokens * min(chosen, experts)))
 
 
 @lru_cache(maxsize=4096)
 def divided_load(experts: int, chosen: int, tokens: int, ranks: int) -> ExpertLoad:
-    """On the rank that most experts are hit on, where ranks have whole ones, about equally many."""
+    """Estimate the load of the rank that most experts are hit on, where ranks have whole ones, about equally many."""
     whole = sliced_load(experts, chosen, tokens)
     own = -(-experts // ranks)
     chosen = min(chosen, experts)
@@ -64,7 +63,7 @@ def divided_load(experts: int, chosen: int, tokens: int, ranks: int) -> ExpertLo
 
 
 def _most_of_one(experts: int, chosen: int, ranks: int) -> float:
-    """The mean of the most experts that a rank has of one token's: counts how many ways keep all ranks below it."""
+    """Return the mean of the most experts that a rank has of one token's, by the ways that keep all ranks below it."""
     sizes = [experts * (rank + 1) // ranks - experts * rank // ranks for rank in range(ranks)]
     total = comb(experts, chosen)
     mean = 0.0
@@ -85,14 +84,14 @@ SQUARES_BYTES = 8  # of a token: how large its queries and its keys are, in floa
 
 @dataclass(frozen=True)
 class Forward:
-    """A forward pass: so many texts, each with so many new tokens behind others that are in the cache.
+    """A forward pass: texts, each with new tokens behind others that are in the cache.
 
     Attributes:
         texts: computed together.
         new: tokens of each.
         before: tokens of each that came before.
-        asked: of how many of each text's new tokens, the last ones, something is asked; of others nothing is computed
-            behind the last attention. None for all of them.
+        asked: of the last ones of each text's new tokens, the number that outputs are needed of; of others nothing is
+            computed behind the last attention. None for all of them.
     """
 
     texts: int
@@ -111,7 +110,7 @@ class Forward:
         return Forward(self.texts, asked, self.before + self.new - asked)
 
     def in_halves(self, least: int) -> tuple[Forward, Forward] | None:
-        """The same in two halves: of some texts each, or where these are odd, of the first and the last tokens of all.
+        """Split it: some texts each, or where these are odd, the first and the last tokens of all.
 
         Args:
             least: new tokens of a text on either side, where texts are cut; None is returned where they are too few.
@@ -130,7 +129,7 @@ class Forward:
         return None
 
     def keys(self, window: int | None, chunked: bool = False) -> int:
-        """How many tokens' keys and values are read of each text.
+        """Count the tokens of each text whose keys and values are read.
 
         Args:
             window, chunked: as of `Window`.
@@ -143,7 +142,7 @@ class Forward:
         return min(seen, window + self.new - 1)
 
     def pairs(self, window: int | None, chunked: bool = False) -> float:
-        """Of a text's new tokens, how many tokens each looks at, all together."""
+        """Count the tokens that a text's new tokens look at, all together."""
         if window is None:
             return self.new * self.before + self.new * (self.new + 1) / 2
         if chunked:
@@ -175,13 +174,13 @@ GathersFirst = Callable[[Part], bool]  # whether ranks share out a part's first 
 
 @dataclass(frozen=True)
 class RankWork:
-    """What ranks compute of a plan's steps.
+    """Computation of ranks for a plan's steps.
 
     Attributes:
         gathers: as `Plan.low_rank` decides.
         static: whether passes that add one token to each text have fixed shapes (on GPUs): then one kernel attends for
             all texts, otherwise each text has its own.
-        adding: whether a step's first norm adds what came before it in the same launch, as kernels for GPUs do
+        adding: whether a step's first norm adds the sum before it in the same launch, as kernels for GPUs do
             (`runtime/kernels/triton`).
     """
 
@@ -299,7 +298,7 @@ class RankWork:
             yield self.numbers.copy("add", 3 * maps.tokens * plan.hidden)
 
     def _experts(self, of: Sublayer, here: int, load: ExpertLoad, pairs: int, forward: Forward) -> Iterable[Item]:
-        """What `here` experts make of the tokens that come to them, as `runtime/model/mixture.py` has it.
+        """Yield the work of `here` experts on the tokens that come to them, as `runtime/model/mixture.py` has it.
 
         Args:
             of: the mixture, or the slice of one, whose experts they are.
@@ -326,7 +325,7 @@ class RankWork:
     # What ranks sum of a step, and what becomes of the sum.
 
     def reduced(self, node: Step | Fork, whole: bool) -> int:
-        """Values of each token that ranks reduce of a node.
+        """Count the values of each token that ranks reduce of a node.
 
         Args:
             whole: whether each of them computes whole sublayers of it.
@@ -364,7 +363,7 @@ class RankWork:
 
 @dataclass(frozen=True)
 class _Maps:
-    """The linear maps of a part: as the runtime's `Maps` has them."""
+    """The linear maps of a part, as the runtime's `Maps`."""
 
     rank_work: RankWork
     of: Part
@@ -401,7 +400,7 @@ class _Maps:
                 yield self._joined(roles)
 
     def _gathered(self, roles: list[str], later: frozenset[str]) -> Iterable[Item]:
-        """First factors shared out, what they give gathered."""
+        """Yield first factors shared out, their outputs gathered."""
         ranks = {role: rank for role in roles if (rank := self.sublayer.rank(role)) is not None}
         width = -(-sum(ranks.values()) // self._members)
         whole = sum(self._shape(role)[0] for role in roles if role not in ranks)
@@ -442,7 +441,7 @@ class _Maps:
             yield self.product(f"{role} second", outputs, first)
 
     def _share(self, role: str) -> int:
-        """This rank's columns of a role's factors: of the rank that has most."""
+        """Count the columns of a role's factors on the rank that has most."""
         return -(-(self.sublayer.rank(role) or 0) // self._members)
 
     def _shape(self, role: str) -> tuple[int, int]:
@@ -453,7 +452,7 @@ class _Maps:
 
 
 def _factors(rank: int | None, outputs: int, inputs: int) -> list[tuple[int, int]]:
-    """The matrices, (out, in), of one matrix or of the two factors of a rank."""
+    """Return the shapes, (out, in), of one matrix or of the two factors of a rank."""
     if rank is None:
         return [(outputs, inputs)]
     return [(rank, inputs), (outputs, rank)]

@@ -171,7 +171,11 @@ def test_other_programs_are_not_in_stock_order(program: str) -> None:
         ("gemma2", "A0@q5 F0 A1 F1", None),
         ("llama", "A0@q5 F0 >A1 F1", "the program is another than one layer after the other"),
         ("opt", "A0@q5 F0 A1 F1", "OPT's attention in transformers goes by the number of all heads"),
-        ("olmo2", "A0@q5 F0 A1 F1", "OLMo2 norms queries and keys of all heads together, of which a rank has some"),
+        (
+            "olmo2",
+            "A0@q5 F0 A1 F1",
+            "in OLMo2 queries and keys of all heads are normed together, of which a rank has some",
+        ),
         ("phi3", "A0@q5 F0 A1 F1", "Phi3's attention in transformers goes by the number of all heads"),
     ],
 )

@@ -245,7 +245,7 @@ class Fused(Form):
                 f"{family.name} norms what a sublayer adds to the stream, and the norm of a sum is not the sum of norms"
             )
         if (why_whole := family.attention.why_whole) is not None:
-            raise Inexpressible(f"{family.name} {why_whole}, of which ranks have some")
+            raise Inexpressible(f"in {family.name} {why_whole}, of which ranks have some")
         if why_not := family.unfusable(config):
             raise Inexpressible(why_not)
         lists = {

@@ -164,7 +164,7 @@ def needs_plugin(program: Program, family: Family, config: Any, num_layers: int)
     if family.attention.counts:
         return f"{family.name}'s attention in transformers goes by the number of all heads, of which a rank has some"
     if family.attention.why_whole is not None:
-        return f"{family.name} {family.attention.why_whole}, of which a rank has some"
+        return f"in {family.name} {family.attention.why_whole}, of which a rank has some"
     if family.units(config)["kv_heads"] == 1:
         return "ranks cannot divide one KV head"
     return None

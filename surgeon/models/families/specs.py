@@ -350,9 +350,9 @@ class SublayerSpec:
     def why_whole(self) -> str | None:
         """Parameters or norms that heads have between them, in words, if any."""
         if self.joins_heads:
-            return "norms queries and keys of all heads together"
+            return "queries and keys of all heads are normed together"
         if self.head_norm.gains == "each":
-            return "has a gain for each head of queries and keys"
+            return "norms have a gain for each head of queries and keys"
         return None
 
     @property

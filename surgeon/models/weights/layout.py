@@ -155,4 +155,4 @@ def require_sliceable(spec: SublayerSpec, family: Family) -> None:
     if spec.kept is not None:
         raise ValueError(f"{family.attentions_like(spec)} cannot be sliced: {spec.kept}")
     if spec.joins_heads:
-        raise ValueError(f"attentions cannot be sliced: {family.name} {spec.why_whole}")
+        raise ValueError(f"attentions of {family.name} cannot be sliced: {spec.why_whole}")

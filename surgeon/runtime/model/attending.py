@@ -1,4 +1,4 @@
-"""How the tokens of a pass look at one another: what all sublayers share, and attention itself.
+"""Attention, and the state that all sublayers share in a pass.
 
 Shapes: T tokens of a pass, of all its sequences one after another, D head_dim, H heads and K KV heads of the slice, R
 the ranks of k and v together where both are two factors.
@@ -27,7 +27,7 @@ AttendRaw = Callable[[int, Tensor, int, Placing, Weighting], Tensor]
 
 @dataclass
 class Pass:
-    """What all sublayers share in one forward pass.
+    """State that all sublayers share in one forward pass.
 
     Attributes:
         attend: over the sequences of the pass.
@@ -52,7 +52,7 @@ def attention(
     mask: Tensor | None = None,
     causal: bool = False,
 ) -> Tensor:
-    """Attended values, (B, H, Q, D), of queries (B, H, Q, D) over keys and values (B, K, N, D).
+    """Attend with queries, (B, H, Q, D), over keys and values, (B, K, N, D), to values, (B, H, Q, D).
 
     The heads of a KV group may be given as queries of one head each: (B, K, H / K, D).
 
@@ -99,7 +99,7 @@ def attention(
 
 
 def softcap(numbers: Tensor, bound: float) -> Tensor:
-    """Numbers, (T, any), pressed between -bound and bound (Gemma2), perhaps in place: bound * tanh(numbers / bound)."""
+    """Bound numbers, (T, any), perhaps in place, by bound * tanh(numbers / bound) (Gemma2)."""
     kernels = kernels_for(numbers)
     if kernels is not None and numbers.dim() == 2 and numbers.is_contiguous():
         kernels.softcap_(numbers, bound)

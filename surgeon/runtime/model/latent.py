@@ -1,10 +1,10 @@
 """Multi-head latent attention (DeepSeek-V2, section 2.1) as any attention, but for how its queries and keys are made.
 
-Keys and values of all heads are made of one small normed latent of a token, queries of another one or of the stream;
-what turns with positions is a part of its own, of keys one that all heads have in common. Here that part lies before
-the others in every head, and values are filled up with zeros to the width of keys, as are the columns of what writes
-to the stream. So keys and values are cached, turned and attended to as those of every attention. Each rank has some of
-the heads, and makes the latents by itself.
+Keys and values of all heads are made of one small normed latent of a token, queries of another one or of the stream; a
+part of its own turns with positions, of keys one that all heads have in common. Here that part lies before the others
+in every head, and values are filled up with zeros to the width of keys, as are the columns that write to the stream. So
+keys and values are cached, turned and attended to as those of every attention. Each rank has some of the heads, and
+makes the latents by itself.
 
 Shapes: T tokens of a pass, H heads of the slice, D features of a query or key, R of them that turn, V of a value.
 """
@@ -28,7 +28,7 @@ class LatentMaps:
 
     Args:
         stored: the whole attention's tensors, named as its module has them ("q_b_proj.weight").
-        piece: (index, count), which of the slices of the heads; None for all.
+        piece: (index, count) of the slice of the heads; None for all.
 
     Attributes:
         tensors: for `Attention`, which counts heads by them.

@@ -39,7 +39,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def activation(name: str) -> Activation:
-    """The activation that `transformers` knows by this name."""
+    """Return the activation that `transformers` knows by this name."""
     if name in ACTIVATIONS:
         return ACTIVATIONS[name]
     from transformers.activations import ACT2FN
@@ -49,14 +49,14 @@ def activation(name: str) -> Activation:
 
 
 def torch_dtype(plan: Plan) -> torch.dtype:
-    """What the plan is computed in."""
+    """Return the dtype that the plan is computed in."""
     found = getattr(torch, plan.dtype)
     assert isinstance(found, torch.dtype)
     return found
 
 
 def plan_kernels(plan: Plan, like: Tensor) -> Kernels | None:
-    """The kernels, where a plan's streams are such as they compute with; gains may be wider than these.
+    """Return the kernels, where they compute with a plan's streams; gains may be wider than these.
 
     Args:
         like: on the same device.
@@ -67,7 +67,7 @@ def plan_kernels(plan: Plan, like: Tensor) -> Kernels | None:
 
 
 def gain_of(stored: Tensor, plan: Plan) -> Tensor:
-    """What an RMS norm multiplies with, of its stored gain."""
+    """Return the factor of an RMS norm, of its stored gain."""
     if plan.family.norms.unit_offset:  # 1 + a small number would lose the small one's digits in 16 bits
         return 1 + stored.to(torch.promote_types(stored.dtype, torch.float32))
     return stored
@@ -87,9 +87,9 @@ class Norm:
         self._ahead: tuple[Tensor, Tensor] | None = None  # a sum, and its norm
 
     def added(self, stream: Tensor, output: Tensor) -> Tensor:
-        """The sum of a stream and what is added to it, (T, h) each.
+        """Add to a stream, (T, h) each.
 
-        Kernels for GPUs norm it in the same launch, for the call that will ask for the norm of this very tensor.
+        Kernels for GPUs norm the sum in the same launch, for the call that will ask for the norm of this very tensor.
         """
         if self._triton is None:
             return stream + output
@@ -97,7 +97,6 @@ class Norm:
         return self._ahead[0]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The normed stream, (T, h)."""
         if self._triton is not None:
             of, normed = self._ahead or (None, x)
             self._ahead = None
@@ -117,11 +116,9 @@ class Unnormed:
     by_kernels = True
 
     def added(self, stream: Tensor, output: Tensor) -> Tensor:
-        """The sum of a stream and what is added to it, (T, h) each."""
         return stream + output
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The stream, (T, h)."""
         return x
 
 
@@ -131,7 +128,7 @@ def plain_norm(plan: Plan, device: torch.device) -> Norm:
 
 
 def norm_before(tensors: Tensors, spec: SublayerSpec, plan: Plan) -> Norm | Unnormed:
-    """The norm among a sublayer's stages that lies before its modules."""
+    """Make the norm among a sublayer's stages that lies before its modules."""
     if "norm" not in spec.stream_norms:
         return Unnormed()
     if plan.family.norms.kind == "plain":
@@ -140,15 +137,12 @@ def norm_before(tensors: Tensors, spec: SublayerSpec, plan: Plan) -> Norm | Unno
 
 
 class Attention:
-    """A slice of an attention sublayer, its norm inside; the output is the slice's part of the sum.
+    """A slice of an attention sublayer, the norm before it inside, (T, h) to (T, h); the output is its part of the sum.
 
-    With T tokens and a stream of h features that is (T, h), or what its maps make it.
-
-    A norm behind the sublayer (Gemma2) is not in it: it needs the whole sum.
+    A norm behind the sublayer (Gemma2) needs the whole sum.
 
     Attributes:
-        rebuild: makes keys and values of what its maps give of k and v, where they leave out the second factors: that
-            is what is cached.
+        rebuild: makes keys and values of the cache's numbers where the maps leave out the second factors of k and v.
     """
 
     def __init__(
@@ -164,8 +158,8 @@ class Attention:
         """Take what the maps leave.
 
         Args:
-            window: how many tokens it looks at.
-            rotary: which of the plan's rotary positions it has, if any.
+            window: in tokens.
+            rotary: index among the plan's rotary positions, if it has any.
             sharing: the ranks that have slices of the same attention, if there are several.
         """
         self.qkv = maps.reading(["q", "k", "v"])
@@ -196,7 +190,7 @@ class Attention:
         self.by_kernels = all(one.by_kernels for one in computed) and self.rebuild is None and self.bound is None
 
     def _head_gains(self, tensors: Tensors, spec: SublayerSpec, plan: Plan) -> list[Tensor]:
-        """What heads of queries are multiplied by, (H, D), and those of keys, (K, D); nothing without such norms."""
+        """Return the gains of heads of queries, (H, D), and of keys, (K, D); nothing without such norms."""
         counts = self.heads, self.kv_heads
         if spec.head_norm.gains is None:
             return []
@@ -208,7 +202,6 @@ class Attention:
         return [gain.expand(count, -1) for gain, count in zip(by_head, counts, strict=True)]
 
     def __call__(self, stream: Tensor, slot: int, forward: Pass) -> Tensor:
-        """(T, h) to (T, h)."""
         qkv = self.qkv(self.norm(stream))
         if self.bound is not None:
             here = qkv if self.rebuild is None else qkv[:, : self.heads * self.head_dim]
@@ -234,7 +227,7 @@ class Attention:
     def _squares(self, qkv: Tensor) -> Tensor | None:
         """Mean squares of all heads' queries and of their keys, (T, 2), where these are normed together.
 
-        Ranks that have slices of the attention send each other their own, which are of as many features each.
+        Ranks that share the attention send each other their own, which are of as many features each.
         """
         if not self.joins_heads:
             return None
@@ -245,16 +238,16 @@ class Attention:
 
 
 class Rebuild:
-    """Makes keys and values of an attention's slice of what the first factors of k and v give.
+    """Makes keys and values of an attention's slice from outputs of the first factors of k and v.
 
     Args:
         tensors: of the slice, by role.
         head_gain: of the norms of its keys, if any, (K, D).
-        rotary: which of the plan's rotary positions keys have, if any.
+        rotary: index among the plan's rotary positions, if keys have any.
         bound: of keys and values, before keys are normed.
 
     Attributes:
-        columns: that the first factors of k and of v give.
+        columns: outputs of the first factors of k and of v.
         width: numbers of a token's keys, and of its values.
     """
 
@@ -271,11 +264,11 @@ class Rebuild:
         self.rotary = rotary
 
     def __call__(self, kept: Tensor, angles: AllAngles, out: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of N tokens, (N, K, D) each, of what is kept of them, (N, R).
+        """Make keys and values of N tokens, (N, K, D) each, from (N, R).
 
         Args:
             angles: of their positions.
-            out: where to put them, (2, N, K * D).
+            out: memory for them, (2, N, K * D).
         """
         for second, part, room in zip(self.seconds, kept.split(self.columns, -1), out, strict=True):
             second(part, room)
@@ -287,10 +280,7 @@ class Rebuild:
 
 
 class FeedForward:
-    """A slice of a feed-forward sublayer, its norm inside; the output is the slice's part of the sum.
-
-    With T tokens and a stream of h features that is (T, h), or what its maps make it.
-    """
+    """A slice of a feed-forward, the norm before it inside, (T, h) to (T, h); the output is its part of the sum."""
 
     def __init__(self, tensors: Tensors, maps: Maps, plan: Plan, norm: Norm | Unnormed) -> None:
         self.norm = norm
@@ -304,7 +294,6 @@ class FeedForward:
         self.by_kernels = all(one.by_kernels for one in (self.up, self.down, self.norm)) and self.gate is not None
 
     def __call__(self, stream: Tensor) -> Tensor:
-        """(T, h) to (T, h)."""
         return self.of_normed(self.norm(stream))
 
     def of_normed(self, x: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""The arithmetic of a mixture of experts, or of what a rank has of one.
+"""The arithmetic of a mixture of experts, or of a rank's part of one.
 
-Every token goes to few of the experts. Where the host may wait for what the router says, and on CPUs, only experts that
+Every token goes to few of the experts. Where the host may wait for the router's choice, and on CPUs, only experts that
 some token goes to are read, each once for all of its tokens. In passes that wait for nothing, as those that GPUs repeat
-from recordings, what is computed may not depend on what the router says: few tokens take copies of their own experts,
-more tokens go through all experts, with weights that are mostly 0.
+from recordings, the computation may not depend on that choice: few tokens take copies of their own experts, more tokens
+go through all experts, with weights that are mostly 0.
 
 Shapes: T tokens of a pass, h the stream's width, E experts that are here, k experts of a token, N neurons of each.
 """
@@ -35,15 +35,15 @@ Which = slice | Tensor  # of the experts, to be indexed with
 class MixtureOfExperts:
     """A mixture of experts, its norm inside, or some of its experts or neurons; the output is their part of the sum.
 
-    The router is whole wherever some of it is, and shared experts, which every token goes through, are a feed-forward.
+    The router is whole, and shared experts, which every token goes through, are a feed-forward.
 
     Args:
-        tensors: matrices and biases of experts are stacked; of the router and of shared experts they are as others.
-        first: the number of the first of the experts that are here, among those that the router knows.
+        tensors: matrices and biases of experts are stacked.
+        first: the router's number of the first of the experts that are here.
 
     Attributes:
         router: gives logits of all experts, (T, all).
-        route: says where tokens go by their logits.
+        route: chooses experts by logits.
         experts: make (T, h) of tokens and of where they go.
         shared: of normed tokens, if there are any.
     """
@@ -99,7 +99,7 @@ class MixtureOfExperts:
         return output.mul_(self.scale)
 
     def _weighed(self, x: Tensor, routed: Routed, waits: bool) -> Tensor:
-        """What experts make of tokens that are weighed beforehand: of a copy for each expert that a token goes to."""
+        """Weigh tokens before experts read them: a copy for each expert that a token goes to."""
         tokens, chosen = routed.experts.shape
         copies = (x[:, None] * routed.weights[..., None].to(x.dtype)).flatten(0, 1)
         alone = Routed(routed.experts.view(-1, 1), torch.ones_like(routed.weights).view(-1, 1))
@@ -124,7 +124,7 @@ class Experts:
         self.groups = all(map(can_group, (self.gate, self.up, self.down)))
 
     def __call__(self, x: Tensor, routed: Routed, waits: bool) -> Tensor:
-        """The weighted sum of what they make of tokens, (T, h); 0 of tokens that none of them gets."""
+        """Compute the weighted sum of their outputs, (T, h); 0 of tokens that none of them gets."""
         if waits:
             if self.groups:
                 return self._grouped(x, routed)
@@ -134,11 +134,11 @@ class Experts:
         return self._all(x, routed)
 
     def _made(self, x: Tensor, which: Which) -> Tensor:
-        """What some experts make of tokens of their own, (E, tokens, h)."""
+        """Apply some experts to tokens of their own, (E, tokens, h)."""
         return self.down(self.combine(self.gate(x, which), self.up(x, which)), which)
 
     def _grouped(self, x: Tensor, routed: Routed) -> Tensor:
-        """Tokens of an expert lie side by side, those that go elsewhere behind all others."""
+        """Sort tokens by expert, those that go elsewhere behind all others."""
         own = (routed.experts - self.first).flatten()
         own, order = own.where((own >= 0) & (own < self.count), self.count).sort(stable=True)
         ends = torch.searchsorted(own, torch.arange(self.count, device=own.device), right=True, out_int32=True)
@@ -200,10 +200,10 @@ class Stacked:
         return x + self.bias[which][:, None]
 
     def grouped(self, x: Tensor, ends: Tensor, of: Tensor) -> Tensor:
-        """Tokens of one expert after the other, (all tokens, in), to (all tokens, out).
+        """Apply maps to tokens of one expert after the other, (all tokens, in) to (all tokens, out).
 
         Args:
-            ends: where each expert's end, (E,), int32.
+            ends: of each expert's tokens, (E,), int32.
             of: each token's expert, (all tokens,).
         """
         for matrix in self.matrices:
@@ -214,7 +214,7 @@ class Stacked:
 
 
 def can_group(maps: Stacked) -> bool:
-    """Whether PyTorch, 2.10 or later, multiplies all experts' tokens at once: rows must be of whole 16 bytes."""
+    """Tell whether PyTorch, 2.10 or later, multiplies all experts' tokens at once: rows must be of whole 16 bytes."""
     sides = {side * matrix.element_size() for matrix in maps.matrices for side in matrix.shape[1:]}
     return hasattr(F, "grouped_mm") and not any(side % 16 for side in sides)
 
@@ -227,7 +227,6 @@ class KernelExperts:
         self.packed = packed
 
     def __call__(self, x: Tensor, routed: Routed, waits: bool) -> Tensor:  # noqa: ARG002 - there is nobody to wait for
-        """The weighted sum of what they make of tokens, (T, h); 0 of tokens that none of them gets."""
         if len(x) <= AT_ONCE:
             return self.kernels.mixture(x, routed, self.packed)
         parts = zip(x.split(AT_ONCE), routed.experts.split(AT_ONCE), routed.weights.split(AT_ONCE), strict=True)
@@ -235,7 +234,7 @@ class KernelExperts:
 
 
 def pack_experts(tensors: Tensors, first: int, plan: Plan, kernels: Kernels) -> PackedExperts | None:
-    """Experts as the kernels read them; None where these do not compute such ones."""
+    """Pack experts for the kernels; None where these do not compute such ones."""
     factored = any(is_factored(role, tensors) for role in ("gate", "up", "down"))
     if factored or not (plan.clamped_gate or plan.activation in GATED):
         return None
@@ -258,6 +257,6 @@ def pack_experts(tensors: Tensors, first: int, plan: Plan, kernels: Kernels) -> 
 
 
 def clamped(alpha: float, limit: float, gates: Tensor, values: Tensor) -> Tensor:
-    """Gates up to a limit, by a sigmoid of their alpha times, and values between limits and 1 more (gpt-oss)."""
+    """Multiply gates, up to a limit, by a sigmoid of alpha times them, and by bounded values and 1 more (gpt-oss)."""
     gates = gates.clamp(max=limit)
     return gates * (alpha * gates).sigmoid() * (values.clamp(-limit, limit) + 1)

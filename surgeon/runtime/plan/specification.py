@@ -339,8 +339,8 @@ def require_low_rank(*plans: Plan) -> None:
     family = plans[0].family
     if family.attention.joins_heads:
         raise ValueError(
-            f"kv lowrank makes keys again of what their first factors give, and {family.name} "
-            f"{family.attention.why_whole}; use kv full or auto"
+            f"kv lowrank makes keys again of what their first factors give, and in "
+            f"{family.name} {family.attention.why_whole}; use kv full or auto"
         )
     raise ValueError(
         "kv lowrank keeps what the first factors of k and v give, and no attention here has factors of both, as in "
