@@ -44,8 +44,7 @@ from surgeon.provenance import versions
 from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.windows import blocks_for
-from surgeon.runtime.comm.collectives import Alone, Unconnected
-from surgeon.runtime.comm.quantised import Compressed
+from surgeon.runtime.comm.collectives import Alone, Compressed, Unconnected
 from surgeon.runtime.kernels import triton
 from surgeon.runtime.kernels.recording import CudaRecorder
 from surgeon.runtime.model.engine import RankEngine

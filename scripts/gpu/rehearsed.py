@@ -21,8 +21,7 @@ from torch import Tensor
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm import symmetric_memory
-from surgeon.runtime.comm.collectives import Collectives, TorchCollectives
-from surgeon.runtime.comm.quantised import Compressed
+from surgeon.runtime.comm.collectives import Collectives, Compressed, TorchCollectives
 from surgeon.runtime.comm.symmetric_memory import Operation
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.plan.memory import cache_groups

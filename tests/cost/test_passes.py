@@ -19,8 +19,7 @@ from surgeon.language.program import Program
 from surgeon.models.families import family_of
 from surgeon.models.shapes import ModelShapes
 from surgeon.models.weights import ModelWeights, NamedTensors
-from surgeon.runtime.comm.collectives import Collectives, Counts
-from surgeon.runtime.comm.quantised import Compressed, Compression
+from surgeon.runtime.comm.collectives import Collectives, Compressed, Counts
 from surgeon.runtime.model.attending import Pass
 from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.plan.placement import Group
@@ -59,7 +58,7 @@ def weights_of(config: Any, program: Program) -> ModelWeights:
 
 
 def counted(
-    config: Any, ranks: PredictedRanks, rank: int, compress: Compression | None, places: list[int] | None = None
+    config: Any, ranks: PredictedRanks, rank: int, compress: str | None, places: list[int] | None = None
 ) -> Counts:
     """What a rank of the runtime counts in one pass, in which something is asked of the tokens at some places."""
     nobody: Collectives = Nobody(rank, tuple(range(ranks.plan.ranks)))
@@ -75,7 +74,7 @@ def check(
     program: str,
     count: int,
     low_rank: LowRankMode = "auto",
-    compress: Compression | None = None,
+    compress: str | None = None,
     model: str = "llama",
 ) -> Counts:
     """Compare a program's collectives on so many ranks; returns them."""
@@ -132,7 +131,7 @@ def test_collectives_are_those_that_the_runtime_counts(program: str, ranks: int)
 
 @pytest.mark.parametrize("compress", ["int8", "int4"])
 @pytest.mark.parametrize("program", [WHOLE, FACTORED])
-def test_integers_are_counted_as_what_is_sent(program: str, compress: Compression) -> None:
+def test_integers_are_counted_as_what_is_sent(program: str, compress: str) -> None:
     found = check(program, 2, "gather", compress)
     assert found.all_reduces == 0 < found.all_gathers
     assert found.bytes < check(program, 2, "gather").bytes
@@ -145,7 +144,7 @@ def test_norms_behind_sublayers_keep_the_sums_of_a_step_apart() -> None:
 
 
 @pytest.mark.parametrize("compress", [None, "int8"])
-def test_norms_of_all_heads_are_one_more_small_sum_where_heads_are_divided(compress: Compression | None) -> None:
+def test_norms_of_all_heads_are_one_more_small_sum_where_heads_are_divided(compress: str | None) -> None:
     for program, ranks, divided in ((WHOLE, 2, 3), ("A0 F0 [A1 A2] [F1 F2]", 2, 1), ("A0 F0 [A1 A2] [F1 F2]", 4, 2)):
         found, like = check(program, ranks, compress=compress, model="olmo2"), check(program, ranks, compress=compress)
         assert found.all_reduces == like.all_reduces + divided

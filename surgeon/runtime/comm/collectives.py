@@ -1,8 +1,8 @@
 """Collectives: a small interface that counts calls and bytes, and what implements it.
 
 A rank talks to the others through one `Collectives` per group of ranks. They are asynchronous: `all_reduce` starts one
-and returns a function that waits for it, so that several can be in flight; who waits at once can say so. Those of
-`link.py`, `quantised.py` and `symmetric_memory.py` lie around others.
+and returns a function that waits for it, so that several can be in flight; who waits at once can say so. `Compressed`
+and those of `link.py` and `symmetric_memory.py` lie around others.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch does export them
 
 from surgeon.processes.rendezvous import StoreAddress
+from surgeon.runtime.comm.wires import WIRES
 from surgeon.runtime.kernels.recording import Recording
 from surgeon.runtime.plan.placement import Group
 
@@ -159,6 +160,42 @@ class Around(Collectives):
 
     def _all_gather(self, tensor: Tensor, at_once: bool) -> Callable[[], Tensor]:
         return self.inner._all_gather(tensor, at_once)
+
+
+class Compressed(Around):
+    """Other collectives, whose reductions of floating-point numbers go by a wire; all-gathers stay as they are.
+
+    Every rank sends its packed part to all others and adds up what arrives, its own part as the others see it, so that
+    all have the same numbers. A reduction is counted as the all-gather of packed bytes that it is.
+
+    Args:
+        wire: one of WIRES.
+    """
+
+    def __init__(self, inner: Collectives, wire: str) -> None:
+        super().__init__(inner)
+        self.recordable = False
+        self.wire = wire
+
+    def around(self, inner: Collectives) -> Collectives:
+        return Compressed(inner, self.wire)
+
+    @property
+    def exact(self) -> Collectives:
+        return self.inner
+
+    def all_reduce(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:
+        """Start summing a tensor over the group, approximately; waiting on the result gives the sum."""
+        if len(self.group) == 1 or not tensor.is_floating_point():
+            return self.inner.all_reduce(tensor, counts, at_once)
+        wire = WIRES[self.wire]
+        shape = tensor.shape
+        dtype = tensor.dtype
+        wait = self.inner.start_all_gather(wire.pack(tensor), counts, at_once)
+        return lambda: wire.unpack(wait(), shape, dtype).sum(0).to(dtype)
+
+    def _all_reduce(self, tensor: Tensor, at_once: bool) -> Callable[[], Tensor]:
+        return self.all_reduce(tensor, Counts(), at_once)
 
 
 class Unconnected(Collectives):

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import warnings
 from dataclasses import dataclass
-from typing import get_args
 
 import torch
 
 from surgeon.errors import did_you_mean
 from surgeon.processes.torchrun import ranks_of_this_machine, read_environment
 from surgeon.runtime.comm.link import Link
-from surgeon.runtime.comm.quantised import Compression
+from surgeon.runtime.comm.wires import WIRES
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class RankOptions:
         device: "cpu", or "cuda" for one GPU per rank; "auto" becomes the one that `choose_device` says.
         collectives: as `choose_collectives` takes it, and then what it has chosen.
         link: emulate one of this delay and bandwidth between the ranks.
-        compression: send the reductions of the program's steps as integers of this many bits.
+        compression: send the reductions of the program's steps by this one of WIRES.
 
     Raises:
         ValueError: if there is no rank, the collectives do not fit the device, or the link or compression do not fit
@@ -35,7 +34,7 @@ class RankOptions:
     device: str = "cpu"
     collectives: str = "auto"
     link: Link | None = None
-    compression: Compression | None = None
+    compression: str | None = None
 
     @classmethod
     def of(cls, ranks: int | RankOptions) -> RankOptions:
@@ -107,9 +106,8 @@ def choose_collectives(wanted: str, device: str) -> str:
 
 def check_sending(collectives: str, device: str, link: Link | None, compression: str | None) -> None:
     """Refuse an emulated link or a compression that cannot be had."""
-    known = get_args(Compression)
-    if compression is not None and compression not in known:
-        raise ValueError(f"there is no compression {compression!r}; {did_you_mean(compression, known)}")
+    if compression is not None and compression not in WIRES:
+        raise ValueError(f"there is no compression {compression!r}; {did_you_mean(compression, WIRES)}")
     if collectives == "none" and (link is not None or compression is not None):
         raise ValueError("collectives none send nothing; give no link and no compression with them")
     if device == "cuda" and link is not None:

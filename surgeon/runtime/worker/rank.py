@@ -30,10 +30,9 @@ from surgeon.processes.children import when_parent_ends
 from surgeon.processes.rendezvous import StoreAddress, end_when_told, find_rank0
 from surgeon.processes.sockets import interface_variables
 from surgeon.processes.torchrun import RankLocation, TorchrunEnvironment
-from surgeon.runtime.comm.collectives import Alone, Collectives, TorchCollectives, Unconnected
+from surgeon.runtime.comm.collectives import Alone, Collectives, Compressed, TorchCollectives, Unconnected
 from surgeon.runtime.comm.link import EmulatedLink
 from surgeon.runtime.comm.pipes import Receiver, Ring, Sender
-from surgeon.runtime.comm.quantised import Compressed
 from surgeon.runtime.comm.shared_memory import SharedMemoryCollectives
 from surgeon.runtime.comm.symmetric_memory import with_symmetric_memory
 from surgeon.runtime.worker.options import RankOptions, sees_its_own_gpu
