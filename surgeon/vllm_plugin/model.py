@@ -74,7 +74,7 @@ class ProgramForCausalLM(nn.Module):
         program = Program(nodes)
         self.rank_program = RankProgram(replace(plan, program=str(program)), connect(settings.reduce, program), device)
         attentions = self.rank_program.attentions()
-        self.rotaries = [plan.rotary_of(attention) for attention in attentions]
+        self.rotaries = [plan.arithmetic.rotary_of(attention) for attention in attentions]
         widths = [self._width(attention) for attention in attentions]
         self.sinks: list[Tensor] = []  # by slot; vLLM's attentions hold on to them, and `load_weights` fills them
         # vLLM wants a cache on every rank, also where a rank's part of the program has no attention.
@@ -94,6 +94,7 @@ class ProgramForCausalLM(nn.Module):
 
     def _slot(self, vllm_config: Any, name: str, heads: int, kv_heads: int, window: int | None) -> Attention:
         plan = self.plan
+        scale = plan.arithmetic.attention_scale
         more = dict[str, Any]()
         if plan.family.attention.sinks is not None:
             more["sinks"] = torch.empty(heads)
@@ -103,10 +104,10 @@ class ProgramForCausalLM(nn.Module):
         return Attention(
             heads,
             plan.head_dim,
-            plan.head_dim**-0.5 if plan.attention_scale is None else plan.attention_scale,
+            plan.head_dim**-0.5 if scale is None else scale,
             num_kv_heads=kv_heads,
             cache_config=cache,
-            logits_soft_cap=plan.attention_softcap,
+            logits_soft_cap=plan.arithmetic.attention_softcap,
             per_layer_sliding_window=window,
             prefix=f"{name}.kv{kv_heads}window{window}",
             **more,
@@ -115,6 +116,7 @@ class ProgramForCausalLM(nn.Module):
     def _build_ends(self) -> None:
         """The embedding and the head, as far as this stage has them."""
         plan = self.plan
+        arithmetic = plan.arithmetic
         family = self.plan.family
         first = self.stages.is_first_rank
         last = self.stages.is_last_rank
@@ -126,8 +128,8 @@ class ProgramForCausalLM(nn.Module):
                 self.head = self.head.tie_weights(self.embedding)
             self.logits_processor = LogitsProcessor(
                 plan.vocabulary,
-                scale=1.0 if plan.logit_scale is None else plan.logit_scale,  # after the cap: no family has both
-                soft_cap=plan.logit_softcap,
+                scale=1.0 if arithmetic.logit_scale is None else arithmetic.logit_scale,  # after the cap: none has both
+                soft_cap=arithmetic.logit_softcap,
             )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:  # noqa: ARG002 - would be whole tensors
@@ -149,7 +151,7 @@ class ProgramForCausalLM(nn.Module):
             parameter.weight_loader(parameter, read(self.source, plan, device, f"{stored[end]}.{what}"))
         self.ends = Ends(self.source, plan, device)
         like = torch.empty(0, dtype=torch_dtype(plan), device=device)
-        self.angles = tuple(rotation(rotary, plan.max_tokens, like) for rotary in plan.rotaries)
+        self.angles = tuple(rotation(rotary, plan.max_tokens, like) for rotary in plan.arithmetic.rotaries)
         self.turns = [turns(angles) for angles in self.angles]
         self.by_kernels = plan_kernels(plan, like) is not None
         if not self.by_kernels:

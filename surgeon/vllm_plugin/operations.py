@@ -50,7 +50,7 @@ class CompiledNorm(Norm):
 
 def take_operations(program: RankProgram, ends: Ends, dtype: torch.dtype) -> None:
     """Have vLLM's compute what a rank's program and the norm behind it have loaded, wherever they compute the same."""
-    gate = gate_of(program.plan.activation)
+    gate = gate_of(program.plan.arithmetic.activation)
     ends.final_norm = _norm(ends.final_norm, dtype)
     for sublayer in program.sublayers.values():
         if isinstance(sublayer.norm, Norm):

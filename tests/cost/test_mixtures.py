@@ -33,6 +33,7 @@ from surgeon.runtime.model.mixture import Experts, MixtureOfExperts
 from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.placement import rank_work
+from surgeon.runtime.plan.specification import Arithmetic
 from tests.cost.examples import SIZES, hardware
 from tests.cost.test_passes import Nobody, counted
 from tests.tiny_models import HIDDEN, tiny_model
@@ -171,7 +172,8 @@ def test_collectives_are_those_that_the_runtime_counts(family: str, program: str
         config = AutoConfig.for_model(family, **MIXED | {"moe_intermediate_size": width})
     shapes = ModelShapes.of("tiny", config)
     plan = plan_on_paper(shapes, Program.parse(program), ranks, 8, "float32", "auto", "full")
-    plan = replace(plan, activation="silu", routing=shapes.family.mlp.mixture.routing(config))  # type: ignore[union-attr]
+    routing = shapes.family.mlp.mixture.routing(config)  # type: ignore[union-attr]
+    plan = replace(plan, arithmetic=Arithmetic(activation="silu", routing=routing))
     predicted = PredictedRanks(shapes, plan, hardware(), Deployment(ranks)).forward(Forward(1, 3), graphs=False)
     assert predicted.layers == counted(config, PredictedRanks(shapes, plan, hardware(), Deployment(ranks)), 0, None)
     assert predicted.layers.all_reduces == Program.parse(program).sync_points(ranks)

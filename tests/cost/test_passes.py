@@ -23,7 +23,7 @@ from surgeon.runtime.comm.collectives import Collectives, Compressed, Counts
 from surgeon.runtime.model.attending import Pass
 from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.plan.placement import Group
-from surgeon.runtime.plan.specification import LowRankMode
+from surgeon.runtime.plan.specification import Arithmetic, LowRankMode
 from tests.cost.examples import SIZES, hardware
 
 TOKENS = 3
@@ -57,6 +57,9 @@ def weights_of(config: Any, program: Program) -> ModelWeights:
     return ModelWeights(NamedTensors(named), family, family.head_dim(config))
 
 
+SILU = Arithmetic(activation="silu")
+
+
 def counted(
     config: Any, ranks: PredictedRanks, rank: int, compress: str | None, places: list[int] | None = None
 ) -> Counts:
@@ -82,7 +85,7 @@ def check(
     deployment = Deployment(count, compress=compress, low_rank=low_rank)
     shapes = ModelShapes.of(model, config)
     plan = plan_on_paper(shapes, Program.parse(program), count, 8, "float32", low_rank, "full")
-    ranks = PredictedRanks(shapes, replace(plan, activation="silu"), hardware(), deployment)
+    ranks = PredictedRanks(shapes, replace(plan, arithmetic=SILU), hardware(), deployment)
     predicted = ranks.forward(Forward(1, TOKENS), graphs=False)
     assert predicted.layers == counted(config, ranks, 0, compress)
     last = ranks.forward(Forward(1, TOKENS, asked=1), graphs=False)
@@ -95,7 +98,7 @@ def counted_bytes(program: str, count: int, low_rank: LowRankMode) -> int:
     config = AutoConfig.for_model("llama", **SIZES)
     shapes = ModelShapes.of("llama", config)
     plan = replace(
-        plan_on_paper(shapes, Program.parse(program), count, 8, "float32", low_rank, "full"), activation="silu"
+        plan_on_paper(shapes, Program.parse(program), count, 8, "float32", low_rank, "full"), arithmetic=SILU
     )
     ranks = PredictedRanks(shapes, plan, hardware(), Deployment(count, low_rank=low_rank))
     return counted(config, ranks, 0, None).bytes // TOKENS

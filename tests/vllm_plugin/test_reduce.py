@@ -22,6 +22,7 @@ from surgeon.runtime.model.attending import Pass
 from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.placement import Group
+from surgeon.runtime.plan.specification import Arithmetic
 from tests.tiny_models import tiny_model
 from tests.vllm_plugin import fake_streams, fake_vllm
 
@@ -76,7 +77,7 @@ class Together(Collectives):
 def stream_after(folder: Path, name: str, collectives: Collectives, seen: Callable[[int], None]) -> Tensor:
     """The stream behind a program on the first of its ranks; attentions look at each token alone."""
     ranks, program = PROGRAMS[name]
-    plan = replace(make_plan(folder, ranks, 32, program, low_rank="gather"), rotaries=())
+    plan = replace(make_plan(folder, ranks, 32, program, low_rank="gather"), arithmetic=Arithmetic(1e-6, "silu"))
     rank = RankProgram(plan, collectives, torch.device("cpu"))
     rank.load(ModelWeights(Checkpoint(plan.folder), plan.family, plan.head_dim))
 

@@ -53,8 +53,8 @@ class Ends:
     def __init__(self, source: ModelWeights, plan: Plan, device: torch.device) -> None:
         family = plan.family
         self._scale: float | None = None
-        if plan.embedding_scale is not None:  # rounded to the dtype first
-            self._scale = float(torch.tensor(plan.embedding_scale, dtype=torch_dtype(plan)))
+        if plan.arithmetic.embedding_scale is not None:  # rounded to the dtype first
+            self._scale = float(torch.tensor(plan.arithmetic.embedding_scale, dtype=torch_dtype(plan)))
         self.positions: Tensor | None = None
         if family.position_embedding is not None:
             path = f"{family.position_embedding}.weight"
@@ -184,11 +184,11 @@ class Vocabulary:
     def logits(self, normed: Tensor) -> Tensor:
         """This rank's logits, (tokens, its rows), of a normed stream, (tokens, hidden)."""
         logits = self.head(normed, self._bias)
-        if self.plan.logit_scale is not None:
-            logits = logits * self.plan.logit_scale
-        if self.plan.logit_softcap is None:
+        if self.plan.arithmetic.logit_scale is not None:
+            logits = logits * self.plan.arithmetic.logit_scale
+        if self.plan.arithmetic.logit_softcap is None:
             return logits
-        return softcap(logits, self.plan.logit_softcap)
+        return softcap(logits, self.plan.arithmetic.logit_softcap)
 
     def gather(self, own: Tensor, counts: Counts) -> Tensor:
         """Logits over the whole vocabulary, (tokens, vocabulary), from each rank's own."""

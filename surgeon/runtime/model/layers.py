@@ -78,7 +78,7 @@ class Norm:
     def __init__(self, tensors: Tensors, path: str, plan: Plan) -> None:
         self.gain = gain_of(tensors[f"{path}.weight"], plan)
         self.shift = tensors.get(f"{path}.bias")
-        self.epsilon = plan.epsilon
+        self.epsilon = plan.arithmetic.epsilon
         self.rms = plan.family.norm_kind == "rms"
         self.kernels = plan_kernels(plan, self.gain) if self.rms else None
         self.by_kernels = self.kernels is not None
@@ -170,15 +170,15 @@ class Attention:
         self.qkv = maps.reading(["q", "k", "v"])
         self.o = maps.writing("o")
         self.rotary = rotary
-        self.query_factor = None if plan.family.grows_unturned and rotary is not None else plan.query_factor
+        self.query_factor = None if plan.family.grows_unturned and rotary is not None else plan.arithmetic.query_factor
         self.head_dim = plan.head_dim
         self.heads = count_outputs(tensors, "q") // plan.head_dim
         self.kv_heads = count_outputs(tensors, "k") // plan.head_dim
         sinks = tensors["sinks"].float().contiguous() if "sinks" in tensors else None
         seen = None if window is None else Window(window, plan.family.chunked)
-        self.weighting = Weighting(plan.attention_scale, seen, plan.attention_softcap, sinks)
-        self.epsilon = plan.epsilon
-        self.bound = plan.bound
+        self.weighting = Weighting(plan.arithmetic.attention_scale, seen, plan.arithmetic.attention_softcap, sinks)
+        self.epsilon = plan.arithmetic.epsilon
+        self.bound = plan.arithmetic.bound
         self.rebuild: Rebuild | None = None
         self.norms_all_heads = spec.norms_all_heads
         self.sharing = sharing
@@ -198,7 +198,7 @@ class Attention:
             gains = (gain_of(tensors[f"{role}_norm.weight"], plan) for role in "qk")
             by_head = (gain.view(-1, self.head_dim) for gain in gains)  # one for all heads, or for each
             return [gain.expand(count, -1) for gain, count in zip(by_head, counts, strict=True)]
-        if plan.plain_head_norms and self.rotary is not None:
+        if plan.arithmetic.plain_head_norms and self.rotary is not None:
             like = next(iter(tensors.values()))
             return [like.new_ones(count, self.head_dim) for count in counts]
         return []
@@ -258,8 +258,8 @@ class Rebuild:
         self.columns = [tensors[f"{role}.first.weight"].shape[0] for role in "kv"]
         self.width = count_outputs(tensors, "k")
         self.head_dim = plan.head_dim
-        self.epsilon = plan.epsilon
-        self.bound = plan.bound
+        self.epsilon = plan.arithmetic.epsilon
+        self.bound = plan.arithmetic.bound
         self.head_gain = None if head_gain is None else head_gain.contiguous()
         self.rotary = rotary
 
@@ -290,10 +290,10 @@ class FeedForward:
         self.gated = any(name.startswith("gate.") for name in tensors)
         self.up = maps.reading(["gate", "up"] if self.gated else ["up"])
         self.down = maps.writing("down")
-        self.activation = activation(plan.activation)
+        self.activation = activation(plan.arithmetic.activation)
         like = next(iter(tensors.values()))
         kernels = triton_kernels_for(like) or plan_kernels(plan, like)
-        self.gate = kernels.gate_of(plan.activation) if self.gated and kernels is not None else None
+        self.gate = kernels.gate_of(plan.arithmetic.activation) if self.gated and kernels is not None else None
         self.by_kernels = all(one.by_kernels for one in (self.up, self.down, self.norm)) and self.gate is not None
 
     def __call__(self, stream: Tensor) -> Tensor:

@@ -48,14 +48,14 @@ class MixtureOfExperts:
     """
 
     def __init__(self, tensors: Tensors, plan: Plan, first: int = 0) -> None:
-        assert plan.routing is not None
+        assert plan.arithmetic.routing is not None
         self.norm = Norm(tensors, "norm", plan)
         self.router = whole_map(tensors, ["router"])
-        self.routing = plan.routing
+        self.routing = plan.arithmetic.routing
         self.correction = tensors.get("router.correction")
         self.weighs_inputs = plan.family.mixture is not None and plan.family.mixture.weighs_inputs
         self.kernels = plan_kernels(plan, tensors["router.weight"])
-        self.scale = plan.output_scale
+        self.scale = plan.arithmetic.output_scale
         packed = None if self.kernels is None else pack_experts(tensors, first, plan, self.kernels)
         self.experts: KernelExperts | Experts
         self.route: Callable[[Tensor, Routing, Tensor | None], Routed]
@@ -63,10 +63,10 @@ class MixtureOfExperts:
             self.experts = KernelExperts(self.kernels, packed)
             self.route = self.kernels.route
         else:
-            if plan.clamped_gate is not None:
-                combine: Combine = partial(clamped, *plan.clamped_gate)
+            if plan.arithmetic.clamped_gate is not None:
+                combine: Combine = partial(clamped, *plan.arithmetic.clamped_gate)
             else:
-                act = activation(plan.activation)
+                act = activation(plan.arithmetic.activation)
                 combine = lambda gates, values: act(gates) * values  # noqa: E731
             self.experts = Experts(tensors, first, combine)
             self.route = route
@@ -235,7 +235,7 @@ class KernelExperts:
 def pack_experts(tensors: Tensors, first: int, plan: Plan, kernels: Kernels) -> PackedExperts | None:
     """Experts as the kernels read them; None where these do not compute such ones."""
     factored = any(is_factored(role, tensors) for role in ("gate", "up", "down"))
-    if factored or not (plan.clamped_gate or plan.activation in GATED):
+    if factored or not (plan.arithmetic.clamped_gate or plan.arithmetic.activation in GATED):
         return None
     reading = torch.cat([tensors["gate.weight"], tensors["up.weight"]], 1)
     biases = [tensors.get(f"{role}.bias") for role in ("gate", "up")]
@@ -252,7 +252,9 @@ def pack_experts(tensors: Tensors, first: int, plan: Plan, kernels: Kernels) -> 
             line += [panels.data_ptr(), 0 if own is None else own.data_ptr()]
         lines.append(line)
     neurons = reading.shape[1] // 2
-    return PackedExperts(first, torch.tensor(lines), tuple(kept), neurons, plan.activation, plan.clamped_gate)
+    return PackedExperts(
+        first, torch.tensor(lines), tuple(kept), neurons, plan.arithmetic.activation, plan.arithmetic.clamped_gate
+    )
 
 
 def clamped(alpha: float, limit: float, gates: Tensor, values: Tensor) -> Tensor:

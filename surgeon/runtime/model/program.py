@@ -135,7 +135,7 @@ class RankProgram:
             tensors = self._here(source.written(sublayer, torch_dtype(self.plan)))
             weight = tensors[f"{role}.second.weight"]
             bias = tensors.get(f"{role}.bias")
-            seconds[index] = Linear([weight], [bias], self.plan.output_scale)
+            seconds[index] = Linear([weight], [bias], self.plan.arithmetic.output_scale)
         return StepOutputs(step, self.plan.hidden, seconds, norms)
 
     def _in_rank_space(self, step: Step) -> frozenset[int]:
@@ -160,10 +160,11 @@ class RankProgram:
             return self._mixture(part, source, whole_experts(plan, part))
         spec = plan.family.spec(sublayer.kind, sublayer.layers[0])
         tensors = self._turning(sublayer, self._here(source.sublayer(sublayer, torch_dtype(plan))))
+        rotary = plan.arithmetic.rotary_of(sublayer)
         if sublayer.kind == ATTENTION and plan.latent is not None:
             inside = {path.removeprefix(f"{spec.modules[0]}."): tensor for path, tensor in tensors.items()}
             latent = LatentMaps(inside, plan.latent, plan, sublayer.piece)
-            return Attention(latent.tensors, latent, spec, plan, plan.window(sublayer), plan.rotary_of(sublayer))
+            return Attention(latent.tensors, latent, spec, plan, plan.window(sublayer), rotary)
         later: frozenset[str] = frozenset()  # roles whose second factors are no business of this part
         if sublayer.kind == ATTENTION:
             kv_heads = count_outputs(tensors, "k") // plan.head_dim
@@ -173,7 +174,7 @@ class RankProgram:
         maps = self._maps(work, part, tensors, later, based)
         if sublayer.kind == ATTENTION:
             sharing = None if len(part.sharers) == 1 or based else self._sharing(part)
-            return Attention(tensors, maps, spec, plan, plan.window(sublayer), plan.rotary_of(sublayer), sharing)
+            return Attention(tensors, maps, spec, plan, plan.window(sublayer), rotary, sharing)
         return FeedForward(tensors, maps, plan)
 
     def _turning(self, sublayer: Sublayer, tensors: Tensors) -> Tensors:
@@ -184,8 +185,8 @@ class RankProgram:
         family = self.plan.family
         if sublayer.kind == ATTENTION and family.attention.gains_each_head and family.norm_kind != "rms":
             tensors = centred(tensors, self.plan.head_dim)
-        if sublayer.kind == ATTENTION and family.rotary_neighbours and self.plan.rotaries:
-            return in_halves(tensors, self.plan.rotaries[0].width, self.plan.head_dim)
+        if sublayer.kind == ATTENTION and family.rotary_neighbours and self.plan.arithmetic.rotaries:
+            return in_halves(tensors, self.plan.arithmetic.rotaries[0].width, self.plan.head_dim)
         return tensors
 
     def _mixture(self, part: Part, source: ModelWeights, whole: WholeExperts | None) -> MixtureOfExperts:
@@ -202,7 +203,7 @@ class RankProgram:
 
     def _maps(self, work: Work, part: Part, tensors: Tensors, later: frozenset[str], based: bool) -> Maps:
         """The linear maps of a part: by itself, or together with the ranks that share its sublayer."""
-        scale = self.plan.output_scale
+        scale = self.plan.arithmetic.output_scale
         if len(part.sharers) == 1 or not part.sublayer.ranks:
             return Maps(tensors, scale, later)
         sharing = self._sharing(part)

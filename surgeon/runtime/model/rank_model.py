@@ -156,7 +156,7 @@ class RankModel(RankProgram):
         return self._angles
 
     def _angles_of(self, tokens: int) -> AllAngles:
-        return tuple(rotation(rotary, tokens, self.vocabulary.like) for rotary in self.plan.rotaries)
+        return tuple(rotation(rotary, tokens, self.vocabulary.like) for rotary in self.plan.arithmetic.rotaries)
 
     def turns_by_position(self, row: Row) -> bool:
         """Whether a row's tokens turn as in texts that end with them: by no more than their positions."""
@@ -171,7 +171,7 @@ class RankModel(RankProgram):
         lengths = [max(row.prompt, place + 1) for row, span in zip(rows, spans, strict=True) for place in span]
         places = [place for span in spans for place in span]
         both = torch.tensor([places, lengths], device=self.device)
-        return tuple(turned(rotary, both[0], both[1], self.vocabulary.like) for rotary in self.plan.rotaries)
+        return tuple(turned(rotary, both[0], both[1], self.vocabulary.like) for rotary in self.plan.arithmetic.rotaries)
 
     def embedded(self, tokens: Tensor, positions: Index) -> Tensor:
         """The stream before the program, (tokens, hidden), of tokens (tokens,)."""

@@ -22,7 +22,7 @@ from surgeon.errors import did_you_mean, first_line, shown
 from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD
 from surgeon.models.edit import check_layers
-from surgeon.models.families import FAMILIES, Family
+from surgeon.models.families import Family
 from surgeon.models.families.positions import (
     attention_windows,
     long_rotary_angles,
@@ -37,6 +37,7 @@ from surgeon.runtime.plan.division import cached_latent, check_division, shared_
 from surgeon.runtime.plan.mixtures import Mixtures, MixtureSize
 from surgeon.runtime.plan.specification import (
     OWN_ACTIVATIONS,
+    Arithmetic,
     Decoding,
     HalvesMode,
     KvMode,
@@ -123,55 +124,68 @@ def make_plan(
     if note := stored.dequantised(dtype):
         warnings.warn(note, stacklevel=1)
     vocabulary, hidden = source.shape(f"{family.embedding}.weight")
-    by_layer = rotaries_by_layer(config, family, layers, max_tokens)
-    rotaries = tuple(dict.fromkeys(one for one in by_layer if one is not None))
-    if any(rotary.longer for rotary in rotaries):
+    arithmetic = arithmetic_of(stored, layers, max_tokens)
+    if any(rotary.longer for rotary in arithmetic.rotaries):
         kv = _whole_keys(kv, max_tokens)
-    growth = family.query_growth(config)
-    gate = None if family.mixture is None else family.mixture.clamped_gate
-    if growth is not None:
-        rotaries += (Rotary((0.0,) * (source.head_dim // 2), 1.0, growth),)
     plan = Plan(
         folder=stored.folder,
+        family=family,
         program=str(parsed),
         ranks=ranks,
-        dtype=dtype,
-        decoding=chosen["decoding"],
-        halves=chosen["halves"],
-        low_rank=chosen["low_rank"],
-        kv=kv,
-        model_type=family.model_type,
         head_dim=source.head_dim if latent is None else latent.width,
-        epsilon=family.epsilon(config),
-        activation=_activation(config, family),
-        rotaries=rotaries,
         hidden=hidden,
         vocabulary=vocabulary,
         layers=layers,
         max_tokens=max_tokens,
         tied=bool(config.tie_word_embeddings),
+        dtype=dtype,
+        arithmetic=arithmetic,
         ends=_end_tokens(stored.folder, config),
-        attention_scale=family.attention_scale(config),
-        attention_softcap=_softcap(config, family.attention_softcap),
         windows=attention_windows(family, config, layers),
-        embedding_scale=family.embedding_scale(config),
-        output_scale=family.output_scale(config),
-        logit_scale=family.logit_scale(config),
-        logit_softcap=_softcap(config, family.softcap),
-        rotary_layers=places_among(rotaries, by_layer),
-        query_factor=None if growth is None else len(rotaries) - 1,
-        plain_head_norms=family.plain_head_norms(config),
-        bound=family.bound(config),
         mixtures=mixtures,
-        clamped_gate=gate(config) if gate is not None else None,
         latent=latent,
+        decoding=chosen["decoding"],
+        halves=chosen["halves"],
+        low_rank=chosen["low_rank"],
+        kv=kv,
         sliced=sliced,
-        routing=family.mixture.routing(config) if family.mixture else None,
-        described=None if family == FAMILIES.get(family.model_type) else family,
     )
     if kv == "lowrank":
         require_low_rank(plan)
     return plan
+
+
+def arithmetic_of(stored: StoredModel, layers: int, max_tokens: int) -> Arithmetic:
+    """Read what a model's configuration says of its numbers, in texts of so many tokens."""
+    config = stored.config
+    family = stored.family
+    by_layer = rotaries_by_layer(config, family, layers, max_tokens)
+    rotaries = tuple(dict.fromkeys(one for one in by_layer if one is not None))
+    rotary_layers = places_among(rotaries, by_layer)
+    growth = family.query_growth(config)
+    if growth is not None:
+        rotaries += (Rotary((0.0,) * (stored.weights.head_dim // 2), 1.0, growth),)
+    mixture = family.mixture
+    clamped_gate = None
+    if mixture is not None and mixture.clamped_gate is not None:
+        clamped_gate = mixture.clamped_gate(config)
+    return Arithmetic(
+        epsilon=family.epsilon(config),
+        activation=_activation(config, family),
+        rotaries=rotaries,
+        rotary_layers=rotary_layers,
+        query_factor=None if growth is None else len(rotaries) - 1,
+        plain_head_norms=family.plain_head_norms(config),
+        attention_scale=family.attention_scale(config),
+        attention_softcap=_softcap(config, family.attention_softcap),
+        embedding_scale=family.embedding_scale(config),
+        output_scale=family.output_scale(config),
+        logit_scale=family.logit_scale(config),
+        logit_softcap=_softcap(config, family.softcap),
+        bound=family.bound(config),
+        routing=None if mixture is None else mixture.routing(config),
+        clamped_gate=clamped_gate,
+    )
 
 
 def mixture_size(source: ModelWeights, layer: int) -> MixtureSize | None:

@@ -10,7 +10,7 @@ from surgeon.checkpoint.codas import INDEX, read_codas
 from surgeon.checkpoint.tensor_file import TensorFiles
 from surgeon.language.program import Program, Step
 from surgeon.models.edit import check_layers
-from surgeon.models.families import FAMILIES, family_of
+from surgeon.models.families import family_of
 from surgeon.models.families.positions import attention_windows
 from surgeon.models.weights import ModelWeights
 from surgeon.runtime.plan.checks import mixture_size, places_among, rotaries_by_layer
@@ -31,7 +31,7 @@ def with_coda(plan: Plan) -> Plan:
     rack = replace(
         plan,
         program=str(Program(Program.parse(plan.program).nodes[:nodes])),
-        rotaries=coda.plan.rotaries,
+        arithmetic=replace(plan.arithmetic, rotaries=coda.plan.arithmetic.rotaries),
         decoding="auto" if plan.decoding == "auto" else "dynamic",
         halves="off",
         coda=coda,
@@ -79,16 +79,14 @@ def first_rack(plan: Plan) -> tuple[int, CodaPlan]:
         check_division(program, source.units, plan.ranks, mixtures)
         by_layer = rotaries_by_layer(stored.config, family, layers, plan.max_tokens)
     # Passes have one set of angles for rack and coda; a kind that is the coda's alone comes behind the model's.
-    rotaries = tuple(dict.fromkeys([*plan.rotaries, *(one for one in by_layer if one is not None)]))
+    rotaries = tuple(dict.fromkeys([*plan.arithmetic.rotaries, *(one for one in by_layer if one is not None)]))
     own = replace(
         plan,
-        model_type=family.model_type,
-        described=None if family == FAMILIES.get(family.model_type) else family,
+        family=family,
         mixtures=mixtures,
         program=str(program),
         layers=layers,
         windows=attention_windows(family, stored.config, layers) if layers else (),
-        rotaries=rotaries,
-        rotary_layers=places_among(rotaries, by_layer),
+        arithmetic=replace(plan.arithmetic, rotaries=rotaries, rotary_layers=places_among(rotaries, by_layer)),
     )
     return nodes, CodaPlan(file, own)

@@ -243,7 +243,9 @@ def _program_footprint(plan: Plan, source: Sizes, rows: int) -> Footprint:
                 rebuilt = max(rebuilt, keys_values)
         kept.append(tuple(own))
         buffers.append((copied + rebuilt) * block)
-        copies.append(read * block * (1 if plan.attention_softcap is None else 2))  # a product copies them once more
+        copies.append(
+            read * block * (1 if plan.arithmetic.attention_softcap is None else 2)
+        )  # a product copies them once more
     return Footprint(tuple(weights), tuple(kept), tuple(buffers), tuple(copies), cache_groups(plan))
 
 
@@ -287,7 +289,7 @@ def choose_cache(
     free: Callable[[], int] = free_bytes,
     drafts: int = 0,
 ) -> tuple[Plan, int]:
-    """How many blocks the cache is to have, and the plan, which says whether memory is the limit (`Plan.kv`).
+    """How many blocks the cache is to have, and the plan, in which memory may have become the limit (`Plan.kv`).
 
     Args:
         device: "cpu", where all ranks of a machine share its memory, or "cuda", where each has its own.
@@ -303,10 +305,10 @@ def choose_cache(
     room = _Room.of(plan, device, here, max_batch, allowed, drafts)
     wanted = room.wanted if blocks is None else blocks
     if plan.kv == "auto" and room.fitting < wanted:
-        tight = replace(plan, tight=True)
-        smaller = _Room.of(tight, device, here, max_batch, allowed, drafts)
+        fewer = replace(plan, kv="fewer")
+        smaller = _Room.of(fewer, device, here, max_batch, allowed, drafts)
         if smaller.fitting > room.fitting:
-            plan = tight
+            plan = fewer
             room = smaller
     fitting = room.fitting
     limit = f"{show_size(allowed)} {'are free' if memory is None else 'are allowed'}"

@@ -46,7 +46,8 @@ def with_stretches(plan: Plan, ranks: int, drafts: bool) -> Plan:
     first = 0
     if drafts and read_codas(plan.folder, check_weights=False) is not None:
         first, coda = first_rack(plan)
-        plan = replace(plan, rotaries=coda.plan.rotaries, coda=coda)
+        arithmetic = replace(plan.arithmetic, rotaries=coda.plan.arithmetic.rotaries)
+        plan = replace(plan, arithmetic=arithmetic, coda=coda)
     late = [place for place, node in enumerate(program.nodes) if isinstance(node, Step) and node.late]
     cuts = [place for place in range(max(1, first), len(program)) if place not in late]
     if len(cuts) < ranks - 1:

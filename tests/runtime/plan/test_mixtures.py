@@ -110,8 +110,8 @@ def test_weights_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
 def test_a_plan_says_what_routes(folder: Path) -> None:
     plan = make_plan(folder, 2, 8)
     assert plan.mixtures.sizes == (MixtureSize(4, 12), MixtureSize(4, 12), None, MixtureSize(4, 12))
-    assert plan.routing is not None
-    assert (plan.routing.top_k, plan.routing.normalise) == (2, False)
+    assert plan.arithmetic.routing is not None
+    assert (plan.arithmetic.routing.top_k, plan.arithmetic.routing.normalise) == (2, False)
     assert plan.family.spec("F", 2).mixture is None
 
 
