@@ -73,7 +73,7 @@ def passes(stage: Stage, program: str | None, way: str, family: str = "llama", k
     expected = continued(RankEngine(stage.plan("cpu", program, family), Alone(), torch.device("cpu")), None, *texts)
     with pretended_gpus(1, kernels=kernels) as noted:
         engine = RankEngine(stage.plan("cuda", program, family, decoding=way), Alone(), torch.device("cuda", 0))
-        assert (engine.model.graphs is not None) == (way == "captured")
+        assert (engine.model.program.graphs is not None) == (way == "captured")
         found = continued(engine, noted, *texts)
     found.require(expected)
     return _of_a_pass(found, way)

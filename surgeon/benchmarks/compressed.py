@@ -75,7 +75,11 @@ def _sending(engine: RankEngine, how: Callable[[Collectives], Collectives]) -> R
     """The same weights, with other reductions of the program's steps."""
     other = copy.copy(engine)
     other.model = copy.copy(engine.model)
-    other.model.groups = {group: how(collectives) for group, collectives in engine.model.groups.items()}
+    other.model.program = copy.copy(engine.model.program)
+    peers = copy.copy(engine.model.peers)
+    peers.groups = {group: how(collectives) for group, collectives in peers.groups.items()}
+    other.model.peers = peers
+    other.model.program.peers = peers
     other.figures = Figures()
     other.ways = ways_through(other.model)
     return other

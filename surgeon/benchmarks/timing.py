@@ -111,7 +111,7 @@ class TimedEngine(RankEngine):
         timed = TimedCollectives(collectives, self.recorder)
         super().__init__(plan, timed, rank.device, rank.engines.values())
         model = self.model
-        model.machine = partial(TimedMachine, self.recorder)
+        model.program.machine = partial(TimedMachine, self.recorder)
         model.watcher = self.recorder.replayed
 
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:

@@ -39,6 +39,7 @@ from surgeon.runtime.kernels.triton.functions import Placing
 from surgeon.runtime.model.attending import Pass
 from surgeon.runtime.model.ends import Ends, embedded_among, read
 from surgeon.runtime.model.layers import plan_kernels, torch_dtype
+from surgeon.runtime.model.peers import Peers
 from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.model.rotary import rotation
 from surgeon.runtime.plan.checks import make_plan
@@ -72,7 +73,8 @@ class ProgramForCausalLM(nn.Module):
         self.source = ModelWeights(Checkpoint(plan.folder), plan.family, plan.head_dim)
         device = torch.empty(0).device  # vLLM builds models with its own as the default
         program = Program(nodes)
-        self.rank_program = RankProgram(replace(plan, program=str(program)), connect(settings.reduce, program), device)
+        peers = Peers(connect(settings.reduce, program))
+        self.rank_program = RankProgram(replace(plan, program=str(program)), peers, device)
         attentions = self.rank_program.attentions()
         self.rotaries = [plan.arithmetic.rotary_of(attention) for attention in attentions]
         widths = [self._width(attention) for attention in attentions]

@@ -21,6 +21,7 @@ from surgeon.models.shapes import ModelShapes
 from surgeon.models.weights import ModelWeights, NamedTensors
 from surgeon.runtime.comm.collectives import Collectives, Compressed, Counts
 from surgeon.runtime.model.attending import Pass
+from surgeon.runtime.model.peers import Peers
 from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.plan.placement import Group
 from surgeon.runtime.plan.specification import Arithmetic, LowRankMode
@@ -66,11 +67,11 @@ def counted(
     """What a rank of the runtime counts in one pass, in which something is asked of the tokens at some places."""
     nobody: Collectives = Nobody(rank, tuple(range(ranks.plan.ranks)))
     collectives = Compressed(nobody, compress) if compress else nobody
-    runtime = RankProgram(ranks.plan, collectives, torch.device("meta"))
+    runtime = RankProgram(ranks.plan, Peers(collectives), torch.device("meta"))
     runtime.load(weights_of(config, ranks.program))
     stream = torch.empty(TOKENS, ranks.plan.hidden, device="meta")
     runtime.stream_after(stream, Pass(lambda _, queries, *__: queries.flatten(1), (), waits=False), places=places)
-    return runtime.counts.layers
+    return runtime.peers.counts.layers
 
 
 def check(

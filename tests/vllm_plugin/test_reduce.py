@@ -19,6 +19,7 @@ from surgeon.language.program import Program
 from surgeon.models.weights import ModelWeights
 from surgeon.runtime.comm.collectives import Collectives
 from surgeon.runtime.model.attending import Pass
+from surgeon.runtime.model.peers import Peers
 from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.placement import Group
@@ -78,7 +79,7 @@ def stream_after(folder: Path, name: str, collectives: Collectives, seen: Callab
     """The stream behind a program on the first of its ranks; attentions look at each token alone."""
     ranks, program = PROGRAMS[name]
     plan = replace(make_plan(folder, ranks, 32, program, low_rank="gather"), arithmetic=Arithmetic(1e-6, "silu"))
-    rank = RankProgram(plan, collectives, torch.device("cpu"))
+    rank = RankProgram(plan, Peers(collectives), torch.device("cpu"))
     rank.load(ModelWeights(Checkpoint(plan.folder), plan.family, plan.head_dim))
 
     def attend(slot: int, queries: Tensor, keys_values: Tensor, _: Any) -> Tensor:

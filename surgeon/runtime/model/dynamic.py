@@ -68,7 +68,7 @@ class DynamicPasses(Way):
             for begin in range(0, len(targets), SCORED_TOKENS):
                 tokens = targets[begin : begin + SCORED_TOKENS]
                 own = model.own_logits(stream[start + begin : start + begin + len(tokens)])
-                found[-1] += model.vocabulary.score(own, tokens, top, model.counts.vocabulary)
+                found[-1] += model.vocabulary.score(own, tokens, top)
             start += len(targets)
         return found
 
@@ -83,17 +83,17 @@ class HalvedPasses(DynamicPasses):
         """The stream after the program, (tokens, hidden), of the rows' tokens or of those at some places."""
         halves = halves_of(rows)
         assert halves is not None, "rows without two halves fit no such pass"
-        self.model.counts.halved += 1
+        self.model.peers.counts.halved += 1
         tokens, _, passes = zip(*(self.laid_out(half, cache) for half in halves), strict=True)
         spans = [slice(row.start, row.start + len(row.tokens)) for row in rows]
         embedded = self.model.embedded(torch.cat(tokens), as_index(spans, self.model.device))
         sizes = [len(half) for half in tokens]
         taking_turns = [replace(one, parts=len(passes)) for one in passes]
         if places is None:
-            return torch.cat(self.model.streams_after(embedded.split(sizes), taking_turns))
+            return torch.cat(self.model.program.streams_after(embedded.split(sizes), taking_turns))
         order = sorted(places)
         few = [[at for at in order if at < sizes[0]], [at - sizes[0] for at in order if at >= sizes[0]]]
-        stream = torch.cat(self.model.streams_after(embedded.split(sizes), taking_turns, places=few))
+        stream = torch.cat(self.model.program.streams_after(embedded.split(sizes), taking_turns, places=few))
         if order == places:
             return stream
         return stream[[order.index(at) for at in places]]

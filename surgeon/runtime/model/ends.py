@@ -15,11 +15,11 @@ from torch import Tensor
 
 from surgeon.models.weights import ModelWeights
 from surgeon.runtime.batching.request import UNDEFINED, TokenLogprob
-from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.kernels.triton.functions import triton_kernels_for
 from surgeon.runtime.model.attending import softcap
 from surgeon.runtime.model.layers import Norm, plain_norm, torch_dtype
+from surgeon.runtime.model.peers import Peers
 from surgeon.runtime.model.products import Panels, Product, Transposed, laid_out
 from surgeon.runtime.plan.specification import Plan
 
@@ -111,7 +111,7 @@ def embedded_among(tokens: Tensor, rows: Tensor, first: int) -> Tensor:
 class Vocabulary:
     """A rank's rows of the embedding and of the output head, the same ones where these are tied.
 
-    Every rank calls the same methods in the same order; `counts` is where their collectives are counted.
+    Every rank calls the same methods in the same order.
 
     Attributes:
         rows: of each rank; the last ranks may have fewer, or none.
@@ -122,19 +122,12 @@ class Vocabulary:
             is tied to where kernels can read them there: products are faster with weights that are packed.
     """
 
-    def __init__(
-        self, source: ModelWeights, plan: Plan, rank: int, device: torch.device, collectives: Callable[[], Collectives]
-    ) -> None:
-        """Read the rows of a rank.
-
-        Args:
-            collectives: of all ranks, which are others while passes are recorded.
-        """
+    def __init__(self, source: ModelWeights, plan: Plan, device: torch.device, peers: Peers) -> None:
         family = plan.family
         self.plan = plan
-        self.collectives = collectives
+        self.peers = peers
         self.rows = -(-plan.vocabulary // plan.ranks)
-        self.first = min(rank * self.rows, plan.vocabulary)
+        self.first = min(peers.rank * self.rows, plan.vocabulary)
         bounds = self.first, min(self.first + self.rows, plan.vocabulary)
         if plan.stretch:
             bounds = self.first, self.first
@@ -151,11 +144,11 @@ class Vocabulary:
         bias = f"{family.head}.bias"
         self._bias = read(source, plan, device, bias, bounds) if bias in source else None
 
-    def shared_with(self, plan: Plan, collectives: Callable[[], Collectives]) -> Vocabulary:
+    def shared_with(self, plan: Plan, peers: Peers) -> Vocabulary:
         """The same rows for another program on the same ranks."""
         other = copy(self)
         other.plan = plan
-        other.collectives = collectives
+        other.peers = peers
         return other
 
     def with_head(self, source: ModelWeights, plan: Plan, device: torch.device) -> Vocabulary:
@@ -174,12 +167,12 @@ class Vocabulary:
         other._bias = read(source, plan, device, bias, bounds) if bias in source else None
         return other
 
-    def embed(self, tokens: Tensor, counts: Counts) -> Tensor:
+    def embed(self, tokens: Tensor) -> Tensor:
         """The embeddings of tokens (tokens,), whole on every rank: (tokens, hidden)."""
         own = self.embedding.rows(tokens, self.first)
         if self.plan.ranks == 1:
             return own
-        return self.collectives().exact.all_reduce(own, counts, at_once=True)()
+        return self.peers.collectives.exact.all_reduce(own, self.peers.counts.vocabulary, at_once=True)()
 
     def logits(self, normed: Tensor) -> Tensor:
         """This rank's logits, (tokens, its rows), of a normed stream, (tokens, hidden)."""
@@ -190,19 +183,20 @@ class Vocabulary:
             return logits
         return softcap(logits, self.plan.arithmetic.logit_softcap)
 
-    def gather(self, own: Tensor, counts: Counts) -> Tensor:
+    def gather(self, own: Tensor) -> Tensor:
         """Logits over the whole vocabulary, (tokens, vocabulary), from each rank's own."""
         missing = self.rows - own.shape[-1]
         padded = F.pad(own, (0, missing)) if missing else own
-        gathered = self.collectives().all_gather(padded, counts)
-        return torch.cat(list(gathered), -1)[..., : self.plan.vocabulary]
+        return torch.cat(list(self._gathered(padded)), -1)[..., : self.plan.vocabulary]
 
-    def score(self, own: Tensor, targets: list[int], top: int, counts: Counts) -> list[TokenLogprob]:
+    def score(self, own: Tensor, targets: list[int], top: int) -> list[TokenLogprob]:
         """How likely a target is by each token's logits, of which this rank has its own."""
-        collectives = self.collectives()
-        return score(own, self.first, self.rows, targets, top, lambda tensor: collectives.all_gather(tensor, counts))
+        return score(own, self.first, self.rows, targets, top, self._gathered)
 
-    def best(self, own: Tensor, counts: Counts) -> Tensor:
+    def _gathered(self, part: Tensor) -> Tensor:
+        return self.peers.collectives.all_gather(part, self.peers.counts.vocabulary)
+
+    def best(self, own: Tensor) -> Tensor:
         """The most likely token of each text, (texts,), from each rank's own logits, (texts, rows).
 
         It is UNDEFINED where the highest logit is not finite: NaN counts as higher than any number. Nothing waits for
@@ -217,7 +211,7 @@ class Vocabulary:
         if self.plan.ranks == 1:
             return at.where(best - best == 0, UNDEFINED)  # `isfinite` is five launches
         # Two float64 numbers per text instead of a vocabulary; a token id is exact in them.
-        candidates = self.collectives().all_gather(torch.stack([best.double(), (at + self.first).double()], -1), counts)
+        candidates = self._gathered(torch.stack([best.double(), (at + self.first).double()], -1))
         highest, winner = candidates[..., 0].max(0)
         return candidates[..., 1].gather(0, winner[None])[0].long().masked_fill(~highest.isfinite(), UNDEFINED)
 

@@ -26,7 +26,7 @@ from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.kernels.triton import used_on
 from surgeon.runtime.model.dynamic import DynamicPasses, HalvedPasses
 from surgeon.runtime.model.paged_cache import PagedCache
-from surgeon.runtime.model.phase import Phase
+from surgeon.runtime.model.peers import Phase
 from surgeon.runtime.model.rank_model import RankModel, Results, Way
 from surgeon.runtime.model.recorded import RecordedDecode
 from surgeon.runtime.model.static_decode import StaticDecode
@@ -103,7 +103,7 @@ class RankEngine:
     def cache_division(self) -> tuple[Sequence[int], Windows]:
         """The group of each of this rank's attentions, and the windows of all groups."""
         groups = cache_groups(self.plan)
-        return groups.slots[self.model.rank], groups.windows
+        return groups.slots[self.model.peers.rank], groups.windows
 
     def reusable_cache(self, blocks: int, grouped: bool = False) -> PagedCache:
         """A cache of at least so many blocks, for when all that used the one returned before have ended.
@@ -154,17 +154,17 @@ class RankEngine:
         """
         assert self.drafter is not None, "tokens are drafted by a program"
         with self._counted(self.figures.drafting, rows):
-            self.drafter.model.counts = self.figures.drafting
+            self.drafter.model.peers.counts = self.figures.drafting
             if cache not in self._lent:
                 assert self.plan.draft is not None
-                self._lent[cache] = cache.lent(self.plan.draft.slots[self.model.rank], self._drafts_own())
+                self._lent[cache] = cache.lent(self.plan.draft.slots[self.model.peers.rank], self._drafts_own())
             return self.drafter._way(rows).step(rows, self._lent[cache])
 
     def _drafts_own(self) -> tuple[int, ...]:
         """Which of the drafter's attentions have slots of their own."""
         if self.plan.draft is None:
             return ()
-        return self.plan.draft.own[self.model.rank]
+        return self.plan.draft.own[self.model.peers.rank]
 
     def _phase(self, rows: Sequence[Row]) -> Phase:
         if all(row.start and len(row.tokens) == 1 for row in rows):
@@ -177,15 +177,16 @@ class RankEngine:
     @contextmanager
     def _counted(self, phase: Phase, rows: Sequence[Row]) -> Iterator[None]:
         began = self._since or time.perf_counter()
-        begun = self.model.passes
-        self.model.counts = phase
+        program = self.model.program
+        begun = program.passes
+        self.model.peers.counts = phase
         tokens = sum(len(row.tokens) for row in rows)
         with torch_threads(1) if self._one_thread else nullcontext():
             yield
         self._since = time.perf_counter()
         phase.seconds += self._since - began
         phase.passes += 1
-        self.model.passes = begun + 1
+        program.passes = begun + 1
         phase.tokens += tokens
 
     def pause(self) -> None:
@@ -195,8 +196,8 @@ class RankEngine:
     @torch.inference_mode()
     def logits(self, rows: Sequence[Row], cache: PagedCache) -> Tensor:
         """One forward pass; logits of all its tokens, (tokens, vocabulary), on every rank."""
-        self.model.counts = self.figures.prefill
-        return self.model.whole_logits(self._way(rows).logits(rows, cache))
+        self.model.peers.counts = self.figures.prefill
+        return self.model.vocabulary.gather(self._way(rows).logits(rows, cache))
 
     def text_logits(self, tokens: list[int]) -> Tensor:
         """Logits of one text, (tokens, vocabulary), on every rank, with a cache of its own."""
@@ -223,10 +224,9 @@ def ways_through(model: RankModel) -> tuple[Way, ...]:
     device = model.device
     decode: list[Way] = [HalvedPasses(model)] if plan.halves == "on" else []
     if plan.is_static(device.type):
-        decode.append(StaticDecode(model, model.graphs))
+        decode.append(StaticDecode(model, model.program.graphs))
     kernels = kernels_for(model.vocabulary.like)
     # Nothing that ranks send has to be waited for in Python either.
-    recordable = model.by_kernels and all(one.recordable for one in model.groups.values())
-    if kernels is not None and recordable and plan.decoding == "auto":
+    if kernels is not None and model.by_kernels and model.peers.are_recordable and plan.decoding == "auto":
         decode.append(RecordedDecode(model, kernels))
     return *decode, DynamicPasses(model)

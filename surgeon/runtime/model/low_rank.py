@@ -23,44 +23,40 @@ import torch
 from torch import Tensor
 
 from surgeon.models.weights import Tensors
-from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.model.linear import Linear, LinearMap, is_factored, second_factor, whole_map
+from surgeon.runtime.model.peers import Peers
+from surgeon.runtime.plan.placement import Group
 
 ROUNDS, WARM_UPS = 5, 2  # of measuring which way is faster
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """The ranks that share a sublayer, as one of them sees it.
+    """The ranks that share a sublayer, as one of them sees it."""
 
-    Attributes:
-        collectives: of these ranks, which are others while passes are recorded.
-        counts: where to count what is exchanged.
-    """
-
-    collectives: Callable[[], Collectives]
-    counts: Callable[[], Counts]
+    peers: Peers
+    group: Group
 
     @property
     def member(self) -> int:
-        collectives = self.collectives()
-        return collectives.group.index(collectives.rank)
+        return self.group.index(self.peers.rank)
 
     @property
     def members(self) -> int:
-        """How many share the sublayer."""
-        return len(self.collectives().group)
+        return len(self.group)
 
     def gather(self, part: Tensor) -> Tensor:
         """The parts of all ranks, (T, c) each, side by side: (T, n * c)."""
-        return torch.cat(self.collectives().all_gather(part, self.counts()).unbind(), -1)
+        parts = self.peers.groups[self.group].all_gather(part, self.peers.counts.layers)
+        return torch.cat(parts.unbind(), -1)
 
     def sum(self, part: Tensor) -> Tensor:
-        return self.collectives().all_reduce(part, self.counts(), at_once=True)()
+        return self.peers.groups[self.group].all_reduce(part, self.peers.counts.layers, at_once=True)()
 
     def mean(self, part: Tensor) -> Tensor:
         """The mean over all ranks, of which nothing loses precision on its way."""
-        return self.collectives().exact.all_reduce(part, self.counts(), at_once=True)() * (1 / self.members)
+        exact = self.peers.groups[self.group].exact
+        return exact.all_reduce(part, self.peers.counts.layers, at_once=True)() * (1 / self.members)
 
     def share(self, columns: int) -> slice:
         """This rank's part of what first factors give; the last ranks may have fewer."""

@@ -7,7 +7,6 @@ and so has vLLM (vllm_plugin).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, reduce
 from itertools import zip_longest
@@ -20,7 +19,7 @@ from surgeon.language.program import Fork, Node, Program, Step
 from surgeon.language.sublayer import ATTENTION, WRITING, Sublayer
 from surgeon.models.families import Projection
 from surgeon.models.weights import ModelWeights, Tensors
-from surgeon.runtime.comm.collectives import Collectives, Counts
+from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.kernels.recording import Arena, CudaRecorder, GraphRecorder, Recording
 from surgeon.runtime.model import low_rank
@@ -31,7 +30,7 @@ from surgeon.runtime.model.linear import Linear, LinearMap, count_outputs, is_fa
 from surgeon.runtime.model.low_rank import Maps, Sharing
 from surgeon.runtime.model.mixture import MixtureOfExperts
 from surgeon.runtime.model.outputs import StepOutputs, summed_in_rank_space
-from surgeon.runtime.model.phase import Phase
+from surgeon.runtime.model.peers import Peers, Phase
 from surgeon.runtime.model.rotary import centred, in_halves
 from surgeon.runtime.plan.mixtures import WholeExperts
 from surgeon.runtime.plan.placement import (
@@ -57,7 +56,7 @@ class RankProgram:
     Every rank builds one from the same plan, and all of them then call the same methods in the same order.
 
     Attributes:
-        counts: where collectives are counted now; may be replaced.
+        peers: the ranks that it exchanges with.
         graphs: records passes that are captured; None where they are not.
         passes: how many there have been; of the one being computed, the share of its steps that is done.
         slots: the attentions among the parts of its work, by their slots of the cache.
@@ -66,39 +65,35 @@ class RankProgram:
         machine: makes what runs steps on a group of ranks; may be replaced.
     """
 
-    def __init__(self, plan: Plan, collectives: Collectives, device: torch.device) -> None:
+    def __init__(self, plan: Plan, peers: Peers, device: torch.device) -> None:
         self.plan = plan
-        self.collectives = collectives
+        self.peers = peers
         self.device = device
-        self.counts = Phase()
         self.passes = 0.0
         captured = device.type == "cuda" and plan.is_static("cuda") and plan.decoding != "static"
-        self.graphs: GraphRecorder | None = CudaRecorder(device) if captured and collectives.capturable else None
-        self.program = Program.parse(plan.program)
-        self.rank = collectives.rank
-        self.groups: dict[Group, Collectives] = {collectives.group: collectives}
-        for group in groups_within(self.program, plan.ranks, plan.exchanges, plan.sliced):
-            self.groups[group] = collectives.subgroup(group)
-        self.work = work_of(plan, self.rank)
+        self.graphs: GraphRecorder | None = CudaRecorder(device) if captured and peers.collectives.capturable else None
+        program = Program.parse(plan.program)
+        self.nodes = program.nodes
+        peers.connect(groups_within(program, plan.ranks, plan.exchanges, plan.sliced))
+        self.work = work_of(plan, peers.rank)
         parts = (part for work in self.work for part in work.parts if part.slot is not None)
         self.slots = sorted(parts, key=lambda part: part.slot or 0)
-        self.travelling = frozenset(travelling(self.program.nodes))
+        self.travelling = frozenset(travelling(self.nodes))
         self.sublayers: dict[PartKey, Made] = {}
         self.norms: dict[Sublayer, Norm] = {}
         self.outputs: dict[Step, StepOutputs] = {}  # of steps that this rank has slices of
         self._ways: dict[tuple[object, ...], bool] = {}  # whether first factors of one shape are shared out
-        attended = self.program.attended
-        before = Program(self.program.nodes[:attended])
-        self.attended = attended, len(rank_work(before, self.rank, plan.ranks, plan.sliced))
+        attended = program.attended
+        before = Program(self.nodes[:attended])
+        self.attended = attended, len(rank_work(before, peers.rank, plan.ranks, plan.sliced))
         self.machine: Callable[[RankProgram, Pass, Group, WorkAhead], RankMachine] = RankMachine
 
     def load(self, source: ModelWeights, beside: Iterable[RankProgram] = ()) -> None:
         """The slices of this rank's work, and what stands behind the sums of every step it has a share in.
 
         Args:
-            beside: what this rank has loaded already; a slice of the same weights is taken from there.
+            beside: others of this rank with the same weights (`has_weights_of`), whose slices are taken over.
         """
-        beside = [other for other in beside if self.has_weights_of(other)]
         alike = (other.sublayers.items() for other in beside)
         there = {key: made for sublayers in alike for key, made in sublayers if not self.plan.exchanges(key[0])}
         for work in self.work:
@@ -199,7 +194,7 @@ class RankProgram:
 
     def _sharing(self, part: Part) -> Sharing:
         """The ranks that compute slices of a part's sublayer, which are others while passes are recorded."""
-        return Sharing(lambda: self.groups[part.sharers], lambda: self.counts.layers)
+        return Sharing(self.peers, part.sharers)
 
     def _maps(self, work: Work, part: Part, tensors: Tensors, later: frozenset[str], based: bool) -> Maps:
         """The linear maps of a part: by itself, or together with the ranks that share its sublayer."""
@@ -228,17 +223,17 @@ class RankProgram:
         if key not in self._ways:
             like = next(iter(alone.tensors.values()))
             x = torch.zeros(1, self.plan.hidden, dtype=like.dtype, device=like.device)
-            before = self.counts
-            self.counts = Phase()  # what measuring sends is no pass's
+            before = self.peers.counts
+            self.peers.counts = Phase()  # what measuring sends is no pass's
             with torch.inference_mode():
                 ways = alone.reading(roles), shared.reading(roles)
                 by_itself, together = (self._repeatable(one, x, one.by_kernels) for one in ways)
                 times = [low_rank.time_of(one, self.device) for one in (by_itself, together)]
                 # Those of all ranks that share the sublayer, so that they choose alike.
                 own = torch.tensor(times, dtype=torch.float64, device=self.device)
-                total = self.groups[part.sharers].exact.all_reduce(own, Counts())()
+                total = self.peers.groups[part.sharers].exact.all_reduce(own, Counts())()
                 self._ways[key] = bool(total[1] < total[0])
-            self.counts = before
+            self.peers.counts = before
         return self._ways[key]
 
     def _repeatable(self, compute: Callable[[Tensor], object], x: Tensor, by_kernels: bool) -> Callable[[], object]:
@@ -246,12 +241,11 @@ class RankProgram:
         if self.graphs is not None:
             return self.graphs(partial(compute, x))
         kernels = kernels_for(x)
-        recordable = all(one.recordable for one in self.groups.values())
-        if kernels is None or not recordable or self.plan.decoding != "auto" or not by_kernels:
+        if kernels is None or not self.peers.are_recordable or self.plan.decoding != "auto" or not by_kernels:
             compute(x)
             return partial(compute, x)
         recording = Recording(kernels, Arena())
-        with self.groups_recorded(recording), recording.during():
+        with self.peers.recorded(recording), recording.during():
             compute(x)
         replay = recording.finished()
         if replay is None:
@@ -263,16 +257,6 @@ class RankProgram:
             replay(False)
 
         return again
-
-    @contextmanager
-    def groups_recorded(self, recording: Recording) -> Iterator[None]:
-        """Have what is sent between ranks noted in a recording."""
-        groups = self.groups
-        self.groups = {group: one.recorded(recording) for group, one in groups.items()}
-        try:
-            yield
-        finally:
-            self.groups = groups
 
     def attentions(self) -> list[Sublayer]:
         """The attentions of this rank's work, by cache slot."""
@@ -296,14 +280,13 @@ class RankProgram:
 
     def run(self, state: State, shared: Pass) -> State:
         """The state after the program; what its last node left pending may be on its way still."""
-        return self._run(self.program.nodes, self.work, [state], [shared])[0]
+        return self._run(self.nodes, self.work, [state], [shared])[0]
 
     def _run(
         self, nodes: Sequence[Node], work: Sequence[Work], states: Sequence[State], passes: Sequence[Pass]
     ) -> Sequence[State]:
         """Some nodes, of which the work begins with this; of parts of a batch that take turns."""
-        group = self.collectives.group
-        machines = [self.machine(self, shared, group, WorkAhead(work)) for shared in passes]
+        machines = [self.machine(self, shared, self.peers.everybody, WorkAhead(work)) for shared in passes]
         return in_turn(nodes, states, machines)
 
     def stream_after(self, stream: Tensor, shared: Pass, places: list[int] | None = None) -> Tensor:
@@ -319,7 +302,7 @@ class RankProgram:
         self, streams: Sequence[Tensor], passes: Sequence[Pass], places: Sequence[list[int]] | None = None
     ) -> list[Tensor]:
         """The same of parts of a batch that take turns."""
-        nodes = self.program.nodes
+        nodes = self.nodes
         states: Sequence[State] = [State(stream) for stream in streams]
         if places is None or all(few == list(range(len(one))) for few, one in zip(places, streams, strict=True)):
             return [land(state).stream for state in self._run(nodes, self.work, states, passes)]
@@ -414,7 +397,7 @@ class RankMachine(Machine):
             return lambda: part if finish is None else finish(part)
         program = self.rank_program
         at_once = self.shared.parts == 1 and self._node not in program.travelling
-        wait = program.groups[self.group].all_reduce(part, program.counts.layers, at_once)
+        wait = program.peers.groups[self.group].all_reduce(part, program.peers.counts.layers, at_once)
         if finish is None:
             return wait
         return lambda: finish(wait())
@@ -428,7 +411,7 @@ class RankMachine(Machine):
         self._node = fork
         # A group of several ranks has its branch's output on each of them; only the first adds it to the fork's sum.
         _, group = self._assigned(fork)
-        return Partial(added if group[0] == self.rank_program.rank else torch.zeros_like(added))
+        return Partial(added if group[0] == self.rank_program.peers.rank else torch.zeros_like(added))
 
     def _assigned(self, fork: Fork) -> tuple[tuple[Branch, ...], Group]:
-        return assigned_branches(fork, self.rank_program.rank, self.group)
+        return assigned_branches(fork, self.rank_program.peers.rank, self.group)

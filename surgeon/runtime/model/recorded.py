@@ -22,7 +22,7 @@ from surgeon.runtime.batching.windows import power_of_two
 from surgeon.runtime.kernels.functions import Kernels, Runs, Weighting, Window
 from surgeon.runtime.kernels.recording import Arena, Recording, Replay, Span
 from surgeon.runtime.model.paged_cache import PagedCache, runs_of, stretches
-from surgeon.runtime.model.phase import Sent
+from surgeon.runtime.model.peers import Sent
 from surgeon.runtime.model.rank_model import RankModel, Results, Way
 from surgeon.runtime.model.rotary import AllAngles
 
@@ -132,14 +132,14 @@ class RecordedDecode(Way):
     def logits(self, rows: Sequence[Row], cache: PagedCache) -> Tensor:
         """The same, but this rank's logits of each row, (B, rows of the vocabulary)."""
         model = self._model
-        phase = self._model.counts
+        phase = model.peers.counts
         passes = self._passes.setdefault(cache, {})
         angles = model.angles_up_to(1 + max(row.start for row in rows))
         known = passes.get(len(rows))
         if known is None or not known.inputs.load(rows, angles):
             return self._recorded(rows, cache, PassInputs(rows, angles), passes)
         times = known.replay(bool(known.spans))
-        for collectives in model.groups.values():
+        for collectives in model.peers.groups.values():
             if (failure := collectives.failure()) is not None:
                 raise failure
         if times and model.watcher is not None:
@@ -152,7 +152,7 @@ class RecordedDecode(Way):
     ) -> Tensor:
         """The same, computed as any pass, and recorded if it can be."""
         model = self._model
-        phase = self._model.counts
+        phase = model.peers.counts
         recording = Recording(self._kernels, self._arena)
 
         def attend(slot: int, queries: Tensor, kept: Tensor, weighting: Weighting) -> Tensor:
@@ -165,7 +165,7 @@ class RecordedDecode(Way):
             self._kernels.keep(kept, inputs.numbers[PLACE + where], pair)
             return self._kernels.attend(queries, pair, read, weighting)
 
-        with phase.apart() as sent, model.groups_recorded(recording), recording.during():
+        with phase.apart() as sent, model.peers.recorded(recording), recording.during():
             logits = model.next_logits(inputs.numbers[TOKEN], inputs.numbers[POSITION], inputs.angles, attend)
         phase.add(sent)
         replay = recording.finished()

@@ -39,7 +39,7 @@ from surgeon.runtime.kernels.recording import GraphRecorder
 from surgeon.runtime.kernels.triton.functions import Placing, TextBlocks
 from surgeon.runtime.model.attending import AttendRaw, attention
 from surgeon.runtime.model.paged_cache import PagedCache, angles_at, write_table
-from surgeon.runtime.model.phase import Sent
+from surgeon.runtime.model.peers import Sent
 from surgeon.runtime.model.rank_model import RankModel, Results, Way
 from surgeon.runtime.model.rotary import AllAngles
 
@@ -297,7 +297,7 @@ class StaticDecode(Way):
         full = [at for at, row in enumerate(rows) if row.wanted == Wanted.LOGITS]
         tokens = best.tolist()  # the one time in a pass that this process waits for a GPU
         wanted = [token for token, row in zip(tokens, rows, strict=False) if row.wanted == Wanted.BEST]
-        return Results(wanted, self._model.whole_logits(own[full]) if full else None, [])
+        return Results(wanted, self._model.vocabulary.gather(own[full]) if full else None, [])
 
     def logits(self, rows: Sequence[Row], cache: PagedCache) -> Tensor:
         """The same, but this rank's logits of each row."""
@@ -320,11 +320,11 @@ class StaticDecode(Way):
         if static.replay is None:
 
             def compute() -> Outputs:
-                with self._model.counts.apart() as static.sent:  # a recorder may compute several times
+                with self._model.peers.counts.apart() as static.sent:  # a recorder may compute several times
                     return self._compute(static, cache)
 
             static.replay = self._recorder(compute)
-        self._model.counts.add(static.sent)
+        self._model.peers.counts.add(static.sent)
         return static.replay()
 
     @staticmethod
@@ -337,4 +337,4 @@ class StaticDecode(Way):
         logits = self._model.next_logits(
             static.inputs[:, TOKEN], layout.positions, self._angles, layout.attend, layout.attend_raw
         )
-        return Outputs(self._model.best_tokens(logits), logits)
+        return Outputs(self._model.vocabulary.best(logits), logits)

@@ -121,7 +121,7 @@ class Leader:
 
     def _note(self, outputs: list[Output]) -> None:
         """Count new tokens, and forget the texts that have ended."""
-        self.engine.model.counts.new += sum(output.token is not None for output in outputs)
+        self.engine.model.peers.counts.new += sum(output.token is not None for output in outputs)
         for output in outputs:
             if output.finish_reason is not None:
                 self._sampler.remove(output.request)

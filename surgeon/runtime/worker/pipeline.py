@@ -28,7 +28,7 @@ from surgeon.runtime.batching.scheduler import Limits, Output
 from surgeon.runtime.batching.sequence import Row, ScheduledChunk, Wanted, asked_of
 from surgeon.runtime.batching.sequence import Sequence as Text
 from surgeon.runtime.batching.windows import Windows
-from surgeon.runtime.comm.collectives import Alone, Counts
+from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.comm.pipes import Ring
 from surgeon.runtime.model.dynamic import DynamicPasses
 from surgeon.runtime.model.engine import RankEngine
@@ -124,7 +124,7 @@ class StretchEngine(RankEngine):
     def drafted(self, behind: Tensor) -> list[int]:
         """The likeliest tokens by the stream behind the coda, (rows, hidden); any where the logits are not finite."""
         assert self.model.coda is not None, "only a coda drafts"
-        best = self.model.coda.vocabulary.best(self.model.coda.logits(behind), Counts())
+        best = self.model.coda.vocabulary.best(self.model.coda.logits(behind))
         return [max(0, int(token)) for token in best]
 
 

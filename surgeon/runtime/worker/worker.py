@@ -96,7 +96,7 @@ def serve(rank: Rank, blocks: int, limits: Limits, pulse_seconds: float) -> None
     def pulse() -> None:  # whatever this rank is doing
         with suppress(OSError):  # the starting process has gone, and this one is about to
             while True:
-                rank.notify(Pulse(rank.rank, engine.model.passes))
+                rank.notify(Pulse(rank.rank, engine.model.program.passes))
                 time.sleep(pulse_seconds)
 
     threading.Thread(target=pulse, daemon=True).start()

@@ -37,7 +37,7 @@ def test_the_same_logits(
     found = logits_of(RankEngine(plan, Alone(), torch.device("cpu")))
     monkeypatch.setattr(functions, "kernels", lambda: None)
     without = RankEngine(plan, Alone(), torch.device("cpu"))
-    assert all(getattr(made.norm, "kernels", None) is None for made in without.model.sublayers.values())
+    assert all(getattr(made.norm, "kernels", None) is None for made in without.model.program.sublayers.values())
     expected = logits_of(without)
     assert (found - expected).norm() < 1e-5 * expected.norm()
 

@@ -90,7 +90,7 @@ def test_a_model_of_packed_weights(tiny_model: Callable[..., Any], tmp_path: Pat
     engine = RankEngine(plan, Alone(), torch.device("cpu"))
     weights = [
         part.product
-        for made in engine.model.sublayers.values()
+        for made in engine.model.program.sublayers.values()
         for part in vars(made).values()
         if isinstance(part, Linear)
     ]

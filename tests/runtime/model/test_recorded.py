@@ -204,7 +204,7 @@ def test_what_cannot_be_recorded_is_tried_once(
 ) -> None:
     made, (engine, dynamic) = recordings(monkeypatch), pair
     for one in (engine, dynamic):
-        for sublayer in one.model.sublayers.values():
+        for sublayer in one.model.program.sublayers.values():
             if isinstance(sublayer, FeedForward):
                 monkeypatch.setattr(sublayer, "down", lambda x, own=sublayer.down: own(x).exp().log())
     found = []
@@ -222,7 +222,7 @@ def test_one_size_that_cannot_be_recorded_leaves_the_others(
 ) -> None:
     """As where the sum of a large batch does not fit into what ranks share."""
     made, (engine, _) = recordings(monkeypatch), pair
-    for sublayer in engine.model.sublayers.values():
+    for sublayer in engine.model.program.sublayers.values():
         if isinstance(sublayer, FeedForward):
             monkeypatch.setattr(sublayer, "down", lambda x, own=sublayer.down: own(x) if len(x) < 2 else own(x).exp())
     cache = engine.new_cache(BLOCKS)

@@ -29,6 +29,7 @@ from surgeon.models.families import FAMILIES
 from surgeon.models.weights import ModelWeights, NamedTensors
 from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.model.attending import Pass
+from surgeon.runtime.model.peers import Peers
 from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Arithmetic, LowRankMode, Plan
@@ -83,7 +84,7 @@ def weights_without_values() -> ModelWeights:
 )
 def test_a_layer_of_the_full_size(way: LowRankMode, values: int) -> None:
     wire = Wire()
-    rank = RankProgram(plan_for(way, PROGRAM), wire, torch.device("meta"))
+    rank = RankProgram(plan_for(way, PROGRAM), Peers(wire), torch.device("meta"))
     rank.load(weights_without_values())
     tokens = 3
     stream = torch.empty(tokens, HIDDEN, device="meta")

@@ -37,7 +37,7 @@ def held(engine: RankEngine) -> int:
     matrices = [embedding] if shared else [embedding, head]
     if engine.model.ends.positions is not None:
         matrices.append(engine.model.ends.positions)
-    for made in engine.model.sublayers.values():
+    for made in engine.model.program.sublayers.values():
         matrices += [part.product.weight for part in vars(made).values() if isinstance(part, Linear)]
     return sum(matrix.nbytes for matrix in matrices)
 

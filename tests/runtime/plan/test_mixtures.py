@@ -72,7 +72,7 @@ def test_what_ranks_hold(
     for rank in range(ranks):
         collectives: Collectives = Alone() if ranks == 1 else Unconnected(rank, (0, 1))
         engine, numbers = RankEngine(plan, collectives, torch.device("cpu")), 0
-        for key, made in engine.model.sublayers.items():
+        for key, made in engine.model.program.sublayers.items():
             if isinstance(made, MixtureOfExperts):
                 assert isinstance(made.experts, Experts)
                 maps = made.experts.gate, made.experts.up, made.experts.down
