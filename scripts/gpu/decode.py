@@ -129,7 +129,7 @@ class Setup:
     @property
     def fixed(self) -> Decoding:
         """The decoding in passes of fixed shapes."""
-        return "captured" if self.device == "cuda" else "static"
+        return "auto" if self.device == "cuda" else "static"
 
 
 def config_of(shape: Shape) -> LlamaConfig:

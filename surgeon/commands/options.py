@@ -152,9 +152,9 @@ Decoding = Annotated[
     str,
     option(
         "How passes that add one token to each text are computed: like others (dynamic), in a few fixed shapes "
-        "(static), recorded as CUDA graphs (captured), or auto: captured on GPUs where it can be; on a CPU recorded, "
+        "(static), or auto: on GPUs in fixed shapes, recorded as CUDA graphs where that can be; on a CPU recorded, "
         "too, where the kernels compute all of it.",
-        metavar="[auto|dynamic|static|captured]",
+        metavar="[auto|dynamic|static]",
     ),
 ]
 LowRank = Annotated[

@@ -9,7 +9,7 @@ from surgeon.errors import did_you_mean
 from surgeon.language.program import Node
 
 FORMATS = ("auto", "hf", "safetensors")  # of vLLM's --load-format
-REDUCE = ("auto", "side", "shm", "torch", "vllm")
+REDUCE = ("auto", "torch")
 LOW_RANK = ("replicate", "gather")
 
 

@@ -126,7 +126,7 @@ def test_what_the_plugin_cannot_do(part: str | None, name: str, value: Any, mess
     ("level", "asked", "reduce", "recorded"),
     [
         (2, None, "auto", "FULL_DECODE_ONLY"),
-        (2, "FULL", "side", "FULL"),
+        (2, "FULL", "auto", "FULL"),
         (2, "NONE", "auto", "NONE"),
         (2, "FULL", "torch", "NONE"),
         (0, None, "auto", None),

@@ -59,7 +59,7 @@ class RankEngine:
         self, plan: Plan, collectives: Collectives, device: torch.device, beside: Iterable[RankEngine] = ()
     ) -> None:
         """Load the model, weights that this rank has already (`beside`) but once."""
-        check_decoding(plan, collectives, device)
+        check_capability(device)
         self.model: RankModel = RankModel(plan, collectives, device, [other.model for other in beside])
         self.plan = self.model.plan
         self.device = device
@@ -205,12 +205,8 @@ class RankEngine:
         return self.logits([Row(0, tokens, ([(0, blocks)],), Wanted.NOTHING)], self.new_cache(blocks))
 
 
-def check_decoding(plan: Plan, collectives: Collectives, device: torch.device) -> None:
-    """Refuse to capture passes that cannot be captured, and GPUs that kernels are not for."""
-    if plan.decoding == "captured" and device.type != "cuda":
-        raise ValueError("decoding can be captured on GPUs only; choose static, dynamic or auto decoding on a CPU")
-    if plan.decoding == "captured" and not collectives.capturable:
-        raise ValueError("decoding cannot be captured with these collectives; use nccl, or static or auto decoding")
+def check_capability(device: torch.device) -> None:
+    """Refuse GPUs that the kernels are not for."""
     if device.type == "cuda" and used_on("cuda") and torch.cuda.get_device_capability(device)[0] < LEAST_CAPABILITY:
         raise ValueError(
             f"the kernels for GPUs want compute capability {LEAST_CAPABILITY}.0 or more, and "

@@ -70,7 +70,7 @@ class RankProgram:
         self.peers = peers
         self.device = device
         self.passes = 0.0
-        captured = device.type == "cuda" and plan.is_static("cuda") and plan.decoding != "static"
+        captured = device.type == "cuda" and plan.is_static("cuda") and plan.decoding == "auto"
         self.graphs: GraphRecorder | None = CudaRecorder(device) if captured and peers.collectives.capturable else None
         program = Program.parse(plan.program)
         self.nodes = program.nodes

@@ -18,9 +18,9 @@ from surgeon.runtime.batching.windows import blocks_for, power_of_two
 from surgeon.runtime.kernels.triton import used_on
 from surgeon.runtime.plan.mixtures import NO_MIXTURES, Mixtures
 
-# Decode passes are computed like all others (dynamic: on CPUs), in a few fixed shapes (static), or in these shapes
-# recorded as CUDA graphs (captured: on GPUs whose collectives can be); auto is what fits the device best.
-Decoding = Literal["auto", "dynamic", "static", "captured"]
+# Decode passes are computed like all others (dynamic) or in a few fixed shapes (static); auto is dynamic on CPUs, and
+# static on GPUs, where such passes are recorded as CUDA graphs if the collectives can be.
+Decoding = Literal["auto", "dynamic", "static"]
 
 # Whether passes are computed in two halves, one while the other's reductions are on their way (model/dynamic.py):
 # all that can be (on), or none (off).
@@ -273,7 +273,7 @@ class Plan:
     def is_static(self, device: str) -> bool:
         """Whether passes that add one token to each text have fixed shapes on such a device, "cpu" or "cuda"."""
         chosen = self.decoding == "auto" and device == "cuda" and not self.coda
-        return self.decoding in ("static", "captured") or chosen
+        return self.decoding == "static" or chosen
 
     def gathers(self, device: str) -> bool:
         """Whether passes of fixed shapes copy keys and values of all texts: on GPUs, where there are no kernels."""

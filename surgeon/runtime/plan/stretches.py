@@ -30,10 +30,10 @@ def with_stretches(plan: Plan, ranks: int, drafts: bool) -> Plan:
     """
     if ranks == 1:
         return plan
-    if plan.decoding in ("static", "captured"):
+    if plan.decoding == "static":
         raise ValueError(
-            f"ranks with stretches of the program compute passes as they come, which decoding {plan.decoding} cannot; "
-            "use decoding auto or dynamic"
+            "ranks with stretches of the program compute passes as they come, which decoding static cannot; use "
+            "decoding auto or dynamic"
         )
     if ranks > plan.layers:
         raise ValueError(

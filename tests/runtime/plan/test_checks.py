@@ -79,8 +79,8 @@ def test_a_dtype_and_a_decoding_that_were_asked_for(device: str, saved: Callable
         make_plan(folder, 1, 20, device=device, dtype="bfloat")
     with pytest.raises(ValueError, match="no dtype 'int8' to compute in"):
         make_plan(folder, 1, 20, device=device, dtype="int8")
-    with pytest.raises(ValueError, match=r"no decoding 'capture'; did you mean 'captured'\?"):
-        make_plan(folder, 1, 20, device=device, decoding="capture")
+    with pytest.raises(ValueError, match=r"no decoding 'statick'; did you mean 'static'\?"):
+        make_plan(folder, 1, 20, device=device, decoding="statick")
 
 
 def test_end_tokens_of_the_generation_config_count(saved: Callable[..., Path]) -> None:
