@@ -49,18 +49,28 @@ from math import inf
 from statistics import median
 
 MOST_AHEAD = 8
-FIRST_WAIT, LONGEST_WAIT = 16, 256  # passes without drafts until they are tried again; twice as many each time
+# Passes without drafts until they are tried again; twice as many each time
+FIRST_WAIT = 16
+LONGEST_WAIT = 256
 ASK_AFTER = 16  # passes without drafts, whether they pay
 LEAST_CHANCE = 0.02  # of a token that is drafted
 PLAIN_AFTER = 64  # rounds with drafts, one pass without comes, because how long that takes may change; earlier at first
 LEAST_GAIN = 1.05  # in tokens per second, that drafts are to promise
 FIRST_CHANCE = 0.8  # what is taken for a before anything is known
 OWN_WEIGHT = 4.0  # as how many tokens a mean counts
-OWN_FADE, ALL_FADE = 0.9, 0.99  # of what was seen, with each round
+# Of what was seen, with each round
+OWN_FADE = 0.9
+ALL_FADE = 0.99
 IDLE_FADE = 0.99  # with each pass in which nothing is drafted for a text
-NEWEST, NEWEST_SHORTER = 1 / 8, 1 / 2  # the weight of the newest time: it is no accident if a pass was fast
-LATEST, FEWEST = 64, 5  # passes without drafts that say what these take, at most and at least
-MAY_LOSE, MAY_LOSE_PASSES = 0.015, 2  # of the time of passes, and whole ones besides
+# The weight of the newest time: it is no accident if a pass was fast
+NEWEST = 1 / 8
+NEWEST_SHORTER = 1 / 2
+# Passes without drafts that say what these take, at most and at least
+LATEST = 64
+FEWEST = 5
+# Of the time of passes, and whole ones besides
+MAY_LOSE = 0.015
+MAY_LOSE_PASSES = 2
 ENOUGH = (
     12  # passes, to cover any trial: of the first ones of a size, which are recorded, one may take more than ever can
 )
@@ -259,10 +269,16 @@ class Ahead:
         self.prompts = PerToken()
         self._all = Hits()
         self._wait = FIRST_WAIT
-        self._drafted, self._alike = False, 0  # whether the last pass had drafts, and how many before it were so, too
-        self._texts, self._plain = 0, 0.0  # of this round, and what a pass takes without drafts
+        # Whether the last pass had drafts, and how many before it were so, too
+        self._drafted = False
+        self._alike = 0
+        # Of this round, and what a pass takes without drafts
+        self._texts = 0
+        self._plain = 0.0
         self._unasked = 0  # passes more without drafts, until it is asked whether they pay
-        self._spent, self._won = 0.0, 0.0  # the account, in seconds
+        # The account, in seconds
+        self._spent = 0.0
+        self._won = 0.0
         self._made_up = 0.0  # of these, what the draft took for what it had missed
 
     def choose(

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-LONGEST, SHORTEST = 3, 2  # how many tokens have to be the same
+# How many tokens have to be the same
+LONGEST = 3
+SHORTEST = 2
 
 
 class Lookup:

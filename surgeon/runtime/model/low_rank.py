@@ -27,7 +27,9 @@ from surgeon.runtime.model.linear import Linear, LinearMap, is_factored, second_
 from surgeon.runtime.model.peers import Peers
 from surgeon.runtime.plan.placement import Group
 
-ROUNDS, WARM_UPS = 5, 2  # of measuring which way is faster
+# Of measuring which way is faster
+ROUNDS = 5
+WARM_UPS = 2
 
 
 @dataclass(frozen=True)

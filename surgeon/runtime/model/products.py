@@ -21,7 +21,9 @@ from torch import Tensor
 from surgeon.runtime.kernels.functions import Kernels, kernels_for
 from surgeon.runtime.kernels.triton.functions import FEW, triton_kernels_for
 
-PANEL, LEAST = 64, 16  # outputs that lie side by side, and of which there are a multiple
+# Outputs that lie side by side, and of which there are a multiple
+PANEL = 64
+LEAST = 16
 
 
 class Transposed:

@@ -29,8 +29,11 @@ from surgeon.runtime.model.rotary import AllAngles
 Reading = tuple[int, Window | None]  # a group of the cache, and a window
 NOWHERE = -1  # a place of keys and values that are not kept
 FIRST_ANGLES = 4096  # positions whose angles are computed at once: all passes are recorded anew when there are more
-TOKEN, POSITION, PLACE = 0, 1, 2  # rows of the inputs; places in the cache's groups take as many as there are groups,
-# and those in borrowed slots (`PagedCache.borrowed`) all further ones
+# Rows of the inputs; places in the cache's groups take as many as there are groups, and those in borrowed slots
+# (`PagedCache.borrowed`) all further ones.
+TOKEN = 0
+POSITION = 1
+PLACE = 2
 
 
 class PassInputs:

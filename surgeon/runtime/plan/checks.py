@@ -93,7 +93,10 @@ def make_plan(
     if not 1 <= ranks <= MOST_RANKS:
         raise ValueError(f"the number of ranks must lie in 1..{MOST_RANKS}, not {ranks}")
     stored = open_stored(model)
-    config, family, source = stored.config, stored.family, stored.weights  # none of them are read
+    # None of them are read
+    config = stored.config
+    family = stored.family
+    source = stored.weights
     layers = source.count_layers()
     given = Program.parse(program) if isinstance(program, str) else program
     parsed = stored.program if given is None else given

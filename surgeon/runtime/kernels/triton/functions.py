@@ -23,14 +23,20 @@ ACTIVATIONS = {
     "relu": "relu",
 }  # of gates, by what transformers calls them
 TILE_BYTES = 16384  # of the keys that a program of `attend` has in shared memory at a time, and of the values
-LEAST, MOST_TOKENS = 16, 64  # keys at a time; a product of matrices has 16 rows and columns at least
+# Keys at a time; a product of matrices has 16 rows and columns at least
+LEAST = 16
+MOST_TOKENS = 64
 MOST_PARTS = 64  # of the keys of a text
 PROGRAMS_PER_PROCESSOR = 2  # that attention is divided into, where texts and heads are fewer
 COLUMNS = 1024  # of a program of `gate`
 HEADS_AT_ONCE = 16  # of a program of `place`, where there are programs enough
 FEW = 2  # tokens; for more of them cuBLAS is as fast (an H100, 4 tokens)
-FEW_COLUMNS, FEW_WARPS = (2048, 1024), (2, 4)  # at a time, where they divide inputs; else the last ones
-ROWS, INTERPRETED_ROWS = 2, 256  # of a program of `product_of_few`; interpreted, each program takes its time
+# At a time, where they divide inputs; else the last ones
+FEW_COLUMNS = (2048, 1024)
+FEW_WARPS = (2, 4)
+# Of a program of `product_of_few`; interpreted, each program takes its time
+ROWS = 2
+INTERPRETED_ROWS = 256
 PART = 2048  # numbers of which a program of `highest_of_parts` finds the highest
 OVERLAPS_FROM = 9  # compute capability whose kernels can start while others end
 
