@@ -91,7 +91,9 @@ class Journal(ABC):
         self.take(line)
 
     def _load(self, identity: dict[str, Any] | None) -> None:
-        lines = [] if self._file is None else self._whole_lines(self._file)
+        lines = []
+        if self._file is not None:
+            lines = self._whole_lines(self._file)
         if identity is not None and lines:
             self._check(*lines.pop(0), identity)
         elif identity is not None:
@@ -112,7 +114,9 @@ class Journal(ABC):
         assert self.path is not None
         result = self.path.with_name(f"{self.work}.json")
         if result.is_file() and (not whole or whole < len(content)):
-            lost = "is cut short" if content else "is gone or empty"
+            lost = "is gone or empty"
+            if content:
+                lost = "is cut short"
             warnings.warn(
                 f"{self.path} {lost}, which {result.name} was made from; what is missing is found again", stacklevel=2
             )

@@ -156,7 +156,10 @@ class Rendezvous:
         """Open the store, unless it is torchrun's, and tell the others where to connect to."""
         self.torchrun = torchrun
         self.store = StoreAddress(torchrun.address, torchrun.port, key_prefix(torchrun))
-        self._store = connect_store(torchrun) if torchrun.hosted else open_store(torchrun)
+        if torchrun.hosted:
+            self._store = connect_store(torchrun)
+        else:
+            self._store = open_store(torchrun)
         self._listener = listen(torchrun)
         self._secret = secrets.token_bytes(32)
         address, port = self._listener.getsockname()[:2]

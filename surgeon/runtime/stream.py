@@ -106,7 +106,9 @@ class OpenRequest:
         self.stream = Stream(request.id)
         self._request = request
         self._submitted = time.monotonic()
-        self._text = None if tokenizer is None else Continuation(tokenizer, request.prompt)
+        self._text = None
+        if tokenizer is not None:
+            self._text = Continuation(tokenizer, request.prompt)
         self._stops = StopTexts(request.sampling.stop)
         self._new = 0
         self._first = self._newest = 0.0  # when tokens came
@@ -147,7 +149,9 @@ class OpenRequest:
     def _shown(self, token: int | None, last: bool) -> str:
         if self._text is None:
             return ""
-        text = "" if token is None else self._text.add(token)
+        text = ""
+        if token is not None:
+            text = self._text.add(token)
         shown = self._stops.add(text + self._text.rest() if last else text)
         if last:
             return shown + self._stops.rest()

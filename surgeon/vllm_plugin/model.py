@@ -199,7 +199,9 @@ class ProgramForCausalLM(nn.Module):
         else:
             pending = intermediate_tensors["pending"]
             state = State(intermediate_tensors["stream"], lambda: pending)
-        attend_raw = None if self.by_kernels else partial(self._attend_raw, positions)
+        attend_raw = None
+        if not self.by_kernels:
+            attend_raw = partial(self._attend_raw, positions)
         waits = state.stream.device.type == "cpu" or len(state.stream) > MOST_RECORDED
         state = self.rank_program.run(state, Pass(self._attend, angles, attend_raw, waits))
         if not self.stages.is_last_rank:

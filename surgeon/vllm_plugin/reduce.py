@@ -60,7 +60,9 @@ def connect(way: str, program: Program) -> Collectives:
 
 def _shared_memory(ranks: Any) -> Collectives:
     """Rank 0 makes the memory, the others open it while rank 0 still waits for them."""
-    own = create_memory(ranks.world_size) if ranks.rank_in_group == 0 else None
+    own = None
+    if ranks.rank_in_group == 0:
+        own = create_memory(ranks.world_size)
     name = ranks.broadcast_object(None if own is None else f"/proc/{os.getpid()}/fd/{own}")
     descriptor = os.open(name, os.O_RDWR) if own is None else own
     ranks.barrier()

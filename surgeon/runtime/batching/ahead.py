@@ -192,7 +192,9 @@ class PassTimes:
             self.longer_at_first = median(self._longer)
         else:
             before = self._seconds[tokens]
-            weight = NEWEST if seconds > before else NEWEST_SHORTER
+            weight = NEWEST_SHORTER
+            if seconds > before:
+                weight = NEWEST
             self._seconds[tokens] += (min(seconds, LONGEST * before) - before) * weight
 
     @property
@@ -329,7 +331,10 @@ class Ahead:
         if not due or not any(trial) or to_lose < min(cost, ENOUGH * self._plain):
             self._unasked = ASK_AFTER - 1
             return nothing
-        self._wait = min(2 * self._wait, LONGEST_WAIT) if self.drafting.known else FIRST_WAIT
+        if self.drafting.known:
+            self._wait = min(2 * self._wait, LONGEST_WAIT)
+        else:
+            self._wait = FIRST_WAIT
         return trial
 
     def _best(self, texts: Several[Hits], most: Several[int], to_lose: float) -> list[int]:
@@ -368,7 +373,10 @@ class Ahead:
 
     @property
     def _per_missed(self) -> float:
-        known = self.missed if self.missed.tokens else self.prompts
+        if self.missed.tokens:
+            known = self.missed
+        else:
+            known = self.prompts
         if known.tokens:
             return known.seconds / known.tokens
         return self._plain

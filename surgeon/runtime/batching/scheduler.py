@@ -289,7 +289,9 @@ class Scheduler:
         size = pool.block_tokens
         tokens = sequence.tokens
         long_texts = self.limits.long_texts
-        root = ROOT if long_texts is None else long_texts.root(sequence.prompt)
+        root = ROOT
+        if long_texts is not None:
+            root = long_texts.root(sequence.prompt)
         prefix = pool.match(tokens, None if unscored is None else (unscored - 1) // size, root)
         computed = prefix.blocks * size
         length = len(sequence.tokens)

@@ -205,7 +205,10 @@ class Sequence:
         """A request that has just come."""
         prompt = list(request.prompt)
         sampling = request.sampling
-        wanted = Wanted.BEST if sampling.greedy else Wanted.LOGITS
+        if sampling.greedy:
+            wanted = Wanted.BEST
+        else:
+            wanted = Wanted.LOGITS
         scored = sampling.prompt_logprobs is not None and len(prompt) > 1
         return cls(
             request,

@@ -257,7 +257,11 @@ class TorchCollectives(Collectives):
             rendezvous: on one machine a file that does not exist yet (a path is never taken, unlike a port).
             device: that NCCL is to connect, now and not in the first pass.
         """
-        store = FileStore(str(rendezvous), ranks) if isinstance(rendezvous, Path) else rendezvous.connect()
+        store: Any
+        if isinstance(rendezvous, Path):
+            store = FileStore(str(rendezvous), ranks)
+        else:
+            store = rendezvous.connect()
         bound = group_options(device if backend == "nccl" else None)
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=TIMEOUT, **bound)
         return cls(rank, tuple(range(ranks)), device=bound.get("device_id"))

@@ -44,7 +44,8 @@ class Link:
         else:
             delay = f"{1e6 * self.delay:g}us"
         parts = [f"link of {delay}"] if self.delay else []
-        parts += [f"{show_size(self.bandwidth)}/s"] if self.bandwidth < math.inf else []
+        if self.bandwidth < math.inf:
+            parts += [f"{show_size(self.bandwidth)}/s"]
         return ", ".join(parts) or "link"
 
 
@@ -52,7 +53,9 @@ def parse_link(delay: str | None, bandwidth: str | None) -> Link | None:
     """The link that a user describes, such as "1ms" and "1GB" (or "1GB/s"); None if by nothing."""
     if delay is None and bandwidth is None:
         return None
-    seconds = 0.0 if delay is None else parse_seconds(delay)
+    seconds = 0.0
+    if delay is not None:
+        seconds = parse_seconds(delay)
     return Link(seconds, math.inf if bandwidth is None else parse_size(bandwidth.removesuffix("/s")))
 
 

@@ -76,7 +76,9 @@ class Ring:
 
     def __init__(self, onward: Connection, inward: Connection, link: Link | None = None) -> None:
         self._onward = onward
-        self._line = None if link is None else Line(link, SystemClock())
+        self._line = None
+        if link is not None:
+            self._line = Line(link, SystemClock())
         self._arrived: SimpleQueue[bytes | None] = SimpleQueue()
         # Whatever this rank does, the one before gets rid of what it sends: else all could wait for each other.
         threading.Thread(target=self._read, args=(inward,), daemon=True).start()
@@ -94,7 +96,9 @@ class Ring:
         if stream is not None:
             kind = stream.dtype, stream.shape
             numbers = stream.contiguous().view(torch.uint8).numpy().tobytes()
-        due = 0.0 if self._line is None else self._line.send(len(numbers))
+        due = 0.0
+        if self._line is not None:
+            due = self._line.send(len(numbers))
         self._onward.send_bytes(pickle.dumps((message, due, kind, numbers), protocol=pickle.HIGHEST_PROTOCOL))
 
     def receive(self) -> tuple[Any, Tensor]:

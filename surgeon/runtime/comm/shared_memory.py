@@ -99,11 +99,18 @@ class SharedMemoryCollectives(Collectives):
         super().__init__(rank, group)
         self.descriptor = descriptor
         self.ranks = ranks
-        self.crowded = ranks > usable_cores() if crowded is None else crowded
-        self.most_spins = FEWEST_SPINS if self.crowded else SPINS
+        self.crowded = crowded
+        if crowded is None:
+            self.crowded = ranks > usable_cores()
+        self.most_spins = SPINS
+        if self.crowded:
+            self.most_spins = FEWEST_SPINS
         self.spins = self.most_spins  # as many as have paid lately
         self.regions_used = 1
-        self.member = group.index(rank) if rank in group else -1
+        if rank in group:
+            self.member = group.index(rank)
+        else:
+            self.member = -1
         size = _region_bytes(ranks)
         self.memory = mmap.mmap(descriptor, size, offset=region * size)
         self.words = memoryview(self.memory).cast("q")

@@ -189,7 +189,9 @@ class Kernels:
             queries: how many heads are queries', in front of those of keys.
         """
         cosine, sine = (None, None) if angles is None else (angles[0].contiguous(), angles[1].contiguous())
-        width = 0 if cosine is None else cosine.shape[-1]
+        width = 0
+        if cosine is not None:
+            width = cosine.shape[-1]
         tokens, heads, dim = x.shape
         self.library.call(
             *("place", x.data_ptr(), tokens, x.stride(0), heads, dim),

@@ -135,7 +135,9 @@ class Recording(TorchDispatchMode):
 
         def replay(timed: bool) -> list[float]:
             assert memory  # the table has addresses in it
-            times = torch.empty(len(table) + 1, dtype=torch.int64) if timed else None
+            times = None
+            if timed:
+                times = torch.empty(len(table) + 1, dtype=torch.int64)
             library.call("replay", table.data_ptr(), len(table), None if times is None else times.data_ptr())
             if times is None:
                 return []
@@ -160,7 +162,10 @@ class Recording(TorchDispatchMode):
             self._kernels.add(args[0], args[1], total)
             return total
         if func in (aten.mul.Tensor, aten.mul_.Tensor) and isinstance(args[1], float) and _alike(args[0], args[0]):
-            multiple = args[0] if func is aten.mul_.Tensor else self.empty(args[0].shape)
+            if func is aten.mul_.Tensor:
+                multiple = args[0]
+            else:
+                multiple = self.empty(args[0].shape)
             self._kernels.scale(args[0], args[1], multiple)
             return multiple
         if func is aten.cat.default and not kwargs and args[1:] in ((1,), (-1,)) and all(map(_of_rows, args[0])):
@@ -195,7 +200,9 @@ def spanned(what: Any) -> Iterator[None]:
 
 def _views(made: Any, tensor: Tensor) -> bool:
     """Whether what was made of a tensor lies where that lies."""
-    parts = [made] if isinstance(made, Tensor) else made
+    parts = made
+    if isinstance(made, Tensor):
+        parts = [made]
     return all(part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for part in parts)
 
 

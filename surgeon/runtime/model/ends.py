@@ -186,7 +186,9 @@ class Vocabulary:
     def gather(self, own: Tensor) -> Tensor:
         """Logits over the whole vocabulary, (tokens, vocabulary), from each rank's own."""
         missing = self.rows - own.shape[-1]
-        padded = F.pad(own, (0, missing)) if missing else own
+        padded = own
+        if missing:
+            padded = F.pad(own, (0, missing))
         return torch.cat(list(self._gathered(padded)), -1)[..., : self.plan.vocabulary]
 
     def score(self, own: Tensor, targets: list[int], top: int) -> list[TokenLogprob]:
@@ -204,7 +206,10 @@ class Vocabulary:
         """
         kernels = kernels_for(own) or triton_kernels_for(own)
         if own.shape[-1]:
-            best, at = own.max(-1) if kernels is None else kernels.highest(own.contiguous())
+            if kernels is None:
+                best, at = own.max(-1)
+            else:
+                best, at = kernels.highest(own.contiguous())
         else:  # the vocabulary has fewer rows than there are ranks
             best = own.new_full(own.shape[:1], -torch.inf)
             at = own.new_zeros(own.shape[:1], dtype=torch.long)

@@ -218,7 +218,9 @@ def ways_through(model: RankModel) -> tuple[Way, ...]:
     """The ways of computing passes that a plan's decoding, its device and collectives allow; the last one fits all."""
     plan = model.plan
     device = model.device
-    decode: list[Way] = [HalvedPasses(model)] if plan.halves == "on" else []
+    decode: list[Way] = []
+    if plan.halves == "on":
+        decode = [HalvedPasses(model)]
     if plan.is_static(device.type):
         decode.append(StaticDecode(model, model.program.graphs))
     kernels = kernels_for(model.vocabulary.like)

@@ -100,7 +100,9 @@ class Filtered(NamedTuple):
 
     def at(self, place: Tensor) -> Tensor:
         """The token at a place of each row, both (R, 1); WIDER where another one may have been drawn."""
-        token = place if self.tokens is None else self.tokens.gather(-1, place)
+        token = place
+        if self.tokens is not None:
+            token = self.tokens.gather(-1, place)
         if self.enough is None:
             return token
         return token.where(self.enough, WIDER)

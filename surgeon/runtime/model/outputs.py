@@ -77,7 +77,9 @@ class Segment:
 
     def finished(self, total: Tensor) -> Tensor:
         """What is added to the stream, (T, h), of the sum, (T, width)."""
-        output = total if self.second is None else self.second(total)
+        output = total
+        if self.second is not None:
+            output = self.second(total)
         if self.norm is None:
             return output
         return self.norm(output)

@@ -193,7 +193,9 @@ def write_table(table: Any, runs: Sequence[BlockRun], gone: int) -> None:
     room = len(table)
     for first, blocks in runs:
         end = min(at + blocks, room)
-        table[at:end] = gone if first == GONE else np.arange(first, first + end - at)
+        table[at:end] = gone
+        if first != GONE:
+            table[at:end] = np.arange(first, first + end - at)
         at = end
 
 

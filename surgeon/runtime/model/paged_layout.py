@@ -81,7 +81,10 @@ class PagedLayout:
     def _keep(self, slot: int, kept: Tensor) -> None:
         cache = self.cache
         group = self.cache.group_of[slot]
-        written = self._newly if slot in cache.borrowed else self._written
+        if slot in cache.borrowed:
+            written = self._newly
+        else:
+            written = self._written
         if written.tokens is not None:
             kept = kept[written.tokens]
         if slot in cache.rebuilds:
@@ -115,7 +118,8 @@ class _Written(NamedTuple):
         for row, begin in zip(rows, begins, strict=True):
             end = row.start + len(row.tokens)
             left_out = min(max(0, begin - row.start), len(row.tokens))
-            some += [slice(first + left_out, first + len(row.tokens))] if left_out < len(row.tokens) else []
+            if left_out < len(row.tokens):
+                some += [slice(first + left_out, first + len(row.tokens))]
             for places, runs in zip(found, row.runs, strict=True):
                 places.extend(stretches(runs, row.start + left_out, end))
             first = first + len(row.tokens)
@@ -195,7 +199,9 @@ class _Text:
         attended = []
         for part in self._parts(window):
             asked = own[part.start - start : part.stop - start]
-            first = 0 if window is None else window.first(part.start + 1)  # the first token looks back the furthest
+            first = 0  # the first token looks back the furthest
+            if window is not None:
+                first = window.first(part.start + 1)
             if cache.kernels is not None and by_kernels:
                 text = self._text(cache.group_of[slot], window, part, first)
                 attended.append(cache.kernels.attend_text(asked, cache.pairs[slot], text, weighting))
@@ -210,7 +216,9 @@ class _Text:
                 attended.append(attention(grouped, keys, values, weighting).reshape(1, -1))
                 continue
             causal = part.start == first and (window is None or window.chunked)
-            mask = None if causal else self._mask(len(asked), keys.shape[2], window)
+            mask = None
+            if not causal:
+                mask = self._mask(len(asked), keys.shape[2], window)
             found = attention(asked.transpose(0, 1)[None], keys, values, weighting, mask, causal)
             attended.append(found.transpose(1, 2).flatten(2)[0])
         if len(attended) == 1:

@@ -33,7 +33,9 @@ class Transposed:
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
-        self._kernels = triton_kernels_for(weight) if weight.t().is_contiguous() else None
+        self._kernels = None
+        if weight.t().is_contiguous():
+            self._kernels = triton_kernels_for(weight)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """Inputs (T, in_features) to (T, out_features).
@@ -78,7 +80,8 @@ class Panels:
             bias: (out_features,), added.
         """
         assert out is None, "products with packed weights make their own memory"
-        x = x if x.stride(1) == 1 else x.contiguous()
+        if x.stride(1) != 1:
+            x = x.contiguous()
         return self._kernels.product(x, self.weight, self._shape[0], bias)
 
     def rows(self, numbers: Tensor, first: int) -> Tensor:

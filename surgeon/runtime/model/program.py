@@ -168,7 +168,9 @@ class RankProgram:
         based = sublayer != part.sublayer
         maps = self._maps(work, part, tensors, later, based)
         if sublayer.kind == ATTENTION:
-            sharing = None if len(part.sharers) == 1 or based else self._sharing(part)
+            sharing = None
+            if not (len(part.sharers) == 1 or based):
+                sharing = self._sharing(part)
             return Attention(tensors, maps, spec, plan, plan.window(sublayer), rotary, sharing)
         return FeedForward(tensors, maps, plan)
 
@@ -385,7 +387,10 @@ class RankMachine(Machine):
 
     def add(self, stream: Tensor, output: Tensor) -> Tensor:
         """The sum, normed in the same launch for the part that comes next, if kernels can."""
-        parts = self.work.next.parts if self.work.next is not None else ()
+        if self.work.next is not None:
+            parts = self.work.next.parts
+        else:
+            parts = ()
         program = self.rank_program
         if parts:
             return program.sublayers[program.key(parts[0])].norm.added(stream, output)

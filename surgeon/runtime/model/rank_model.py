@@ -111,7 +111,9 @@ class RankModel:
             self.vocabulary = Vocabulary(source, plan, device, self.peers)
             self.ends = Ends(source, plan, device)
         self._angles = self._angles_of(0)
-        self.coda = None if plan.coda is None else RankCoda(plan.coda, self)
+        self.coda = None
+        if plan.coda is not None:
+            self.coda = RankCoda(plan.coda, self)
         self.arriving: Tensor | None = None
         self.watcher: Callable[[Sequence[tuple[Any, float, float]]], None] | None = None
 

@@ -130,9 +130,12 @@ class Sampler:
             if look.tokens == 1:
                 tokens = likeliest(scores)
             else:
-                look = look._replace(tokens=self._vocabulary) if whole else look
+                if whole:
+                    look = look._replace(tokens=self._vocabulary)
                 left = filtered(scores, [text.sampling for text in some], look)
-                keys = [text.key() for text in some] if some[0].again else None
+                keys = None
+                if some[0].again:
+                    keys = [text.key() for text in some]
                 tokens = left.at(self._picked(left.weights) if keys is None else race(left.weights, keys, left.tokens))
             batches.append((rows, report(tokens, own, [text.sampling.logprobs for text in some])))
         flat = [table.flatten() for _, table in batches]

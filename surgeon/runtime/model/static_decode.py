@@ -233,7 +233,9 @@ class StaticPass:
         self.inputs = self._host.to(cache.device, copy=True)
         cache.buffers.reserve(size.texts * size.blocks * BLOCK_TOKENS)
         self.buffers = cache.buffers.kept, cache.buffers.rebuilt
-        self.counters = None if cache.triton is None else cache.counters(size.texts)
+        self.counters = None
+        if cache.triton is not None:
+            self.counters = cache.counters(size.texts)
         self.replay: Replay | None = None
         self.sent: Sent = Counts(), Counts()
 
@@ -306,7 +308,9 @@ class StaticDecode(Way):
     def _outputs(self, rows: Sequence[Row], cache: PagedCache) -> Outputs:
         """What a pass computes of the rows, and of lines without a text; the next one may overwrite it."""
         blocks = cache.tokens // BLOCK_TOKENS - self.spare_blocks
-        most = blocks if None in cache.windows else sys.maxsize
+        most = blocks
+        if None not in cache.windows:
+            most = sys.maxsize
         size = PassSize.of(rows, most)
         if not self.gathers(cache):
             size = PassSize(size.texts, min(blocks_for(self._model.plan.max_tokens), most))

@@ -98,8 +98,11 @@ def make_plan(
     family = stored.family
     source = stored.weights
     layers = source.count_layers()
-    given = Program.parse(program) if isinstance(program, str) else program
-    parsed = stored.program if given is None else given
+    parsed = stored.program
+    if isinstance(program, str):
+        parsed = Program.parse(program)
+    elif program is not None:
+        parsed = program
     check_layers(parsed, layers)
     family.require_ranked(parsed)
     for piece in (sublayer for sublayer in parsed.sublayers() if sublayer.piece is not None):
@@ -113,15 +116,10 @@ def make_plan(
     positions = longest_text(family, config)
     if family.position_embedding is not None:
         positions = source.shape(f"{family.position_embedding}.weight")[0] - family.position_offset
-    max_tokens = positions if max_tokens is None else max_tokens
-    if max_tokens > positions:
-        raise ValueError(
-            f"prompt and output together are {max_tokens} tokens, and the model has {positions} positions; "
-            "shorten the prompt or ask for fewer tokens"
-        )
+    max_tokens = _text_length(max_tokens, positions)
 
-    dtype = chosen["dtype"]
     kv = chosen["kv"]
+    dtype = chosen["dtype"]
     if dtype == "auto":
         dtype = str(stored.compute_dtype(device)).removeprefix("torch.")
     if note := stored.dequantised(dtype):
@@ -156,6 +154,17 @@ def make_plan(
     if kv == "lowrank":
         require_low_rank(plan)
     return plan
+
+
+def _text_length(max_tokens: int | None, positions: int) -> int:
+    if max_tokens is None:
+        return positions
+    if max_tokens > positions:
+        raise ValueError(
+            f"prompt and output together are {max_tokens} tokens, and the model has {positions} positions; "
+            "shorten the prompt or ask for fewer tokens"
+        )
+    return max_tokens
 
 
 def arithmetic_of(stored: StoredModel, layers: int, max_tokens: int) -> Arithmetic:
@@ -327,7 +336,9 @@ def places_among(rotaries: tuple[Rotary, ...], by_layer: Sequence[Rotary | None]
 
 def _softcap(config: Any, attribute: str | None) -> float | None:
     """The bound of scores or logits that the configuration sets, if the family has one."""
-    bound = None if attribute is None else getattr(config, attribute)
+    bound = None
+    if attribute is not None:
+        bound = getattr(config, attribute)
     if bound is None:
         return None
     if bound <= 0:
@@ -358,7 +369,9 @@ def _rotary(config: Any, family: Family, max_tokens: int, kind: str | None) -> R
 
 def _end_tokens(folder: Path, config: Any) -> tuple[int, ...]:
     path = folder / "generation_config.json"
-    ends = read_json(path).get("eos_token_id") if path.is_file() else None
+    ends = None
+    if path.is_file():
+        ends = read_json(path).get("eos_token_id")
     if ends is None:
         path = folder / "config.json"
         ends = getattr(config, "eos_token_id", None)

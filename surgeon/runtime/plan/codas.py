@@ -71,7 +71,9 @@ def first_rack(plan: Plan) -> tuple[int, CodaPlan]:
     family = family_of(stored.config)
     file = plan.folder / CODAS / "rack-0.safetensors"
     source = ModelWeights(TensorFiles(file), family, plan.head_dim)
-    layers = source.count_layers() if len(program) else 0  # it may be a norm and a head only
+    layers = 0  # it may be a norm and a head only
+    if len(program):
+        layers = source.count_layers()
     mixtures = Mixtures.of(partial(mixture_size, source), layers)
     by_layer = []
     if layers:

@@ -68,9 +68,14 @@ def cache_groups(plan: Plan) -> CacheGroups:
         counts = (len(own) + len(more) for own, more in zip(windows, plan.draft.own, strict=True))
         return CacheGroups((None,), tuple((0,) * count for count in counts))
     counted: Counter[int | None] = Counter(window for own in windows for window in set(own))
-    widest: int | None = None if None in counted or not counted else max(one for one in counted if one is not None)
+    widest: int | None = None
+    if not (None in counted or not counted):
+        widest = max(one for one in counted if one is not None)
     together = CacheGroups((widest,), tuple((0,) * len(own) for own in windows))
-    plans = [plan] if plan.coda is None else [plan, plan.coda.plan]
+    if plan.coda is None:
+        plans = [plan]
+    else:
+        plans = [plan, plan.coda.plan]
     # Attentions may keep what the first factors of k and v give, each in a tensor of its own.
     in_rank_space = plan.kv != "full" and any(one.can_be_low_rank for one in plans)
     if len(counted) < 2 or in_rank_space:
@@ -165,7 +170,9 @@ def footprint(plan: Plan, source: Sizes | None = None) -> Footprint:
             tuple(one.copies[0] for one in each),
             cache_groups(plan),
         )
-    matrices = 1 if plan.tied else 2
+    matrices = 2
+    if plan.tied:
+        matrices = 1
     if plan.stretch:
         matrices = 0
     rows = _vocabulary_rows(plan, matrices) + source.position_rows
@@ -263,7 +270,9 @@ def numbers_of(plan: Plan, source: Sizes, part: tuple[Sublayer, int]) -> int:
     sublayer, members = part
     size = plan.mixtures.size(sublayer)
     whole = plan.mixtures.whole_experts(sublayer, members)
-    numbers = 0 if size is None else size.experts * plan.hidden  # of the router
+    numbers = 0  # of the router
+    if size is not None:
+        numbers = size.experts * plan.hidden
     if plan.latent is not None and sublayer.kind == ATTENTION:
         own = plan.latent.share(sublayer.piece)
         numbers += sum(map(prod, plan.latent.products(plan.hidden, own.stop - own.start).values()))
@@ -271,7 +280,10 @@ def numbers_of(plan: Plan, source: Sizes, part: tuple[Sublayer, int]) -> int:
         of = sublayer
         count = 1
         if projection.stacked and size is not None:
-            of, count = (sublayer, size.experts) if whole is None else (whole.of, len(whole.own))
+            if whole is None:
+                of, count = (sublayer, size.experts)
+            else:
+                of, count = (whole.of, len(whole.own))
             of = replace(of, experts=(0,) if of.experts is None else of.experts[:1])  # they are all alike
         outputs, inputs = source.matrix(of, projection.role).shape
         factors = of.rank(projection.role)
@@ -312,7 +324,9 @@ def choose_cache(
             room = smaller
     fitting = room.fitting
     limit = f"{show_size(allowed)} {'are free' if memory is None else 'are allowed'}"
-    place = "" if device == "cpu" else " on each GPU"
+    place = " on each GPU"
+    if device == "cpu":
+        place = ""
     if fitting < 1:
         raise ValueError(
             f"the weights take {show_size(room.weights)}{place} and {limit}; give more memory or another model"

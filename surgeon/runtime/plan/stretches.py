@@ -51,8 +51,12 @@ def with_stretches(plan: Plan, ranks: int, drafts: bool) -> Plan:
     late = [place for place, node in enumerate(program.nodes) if isinstance(node, Step) and node.late]
     cuts = [place for place in range(max(1, first), len(program)) if place not in late]
     if len(cuts) < ranks - 1:
-        where = f" behind the first {first}, which the coda is for" if first else ""
-        why = "; a late step reads the stream as it was within the stretch before it" if late else ""
+        where = ""
+        if first:
+            where = f" behind the first {first}, which the coda is for"
+        why = ""
+        if late:
+            why = "; a late step reads the stream as it was within the stretch before it"
         raise ValueError(
             f"the program's {plural(len(program), 'node')} split into stretches for {plural(len(cuts) + 1, 'rank')} at "
             f"most{where}, not for {ranks}{why}; use fewer ranks, or the model's own program"

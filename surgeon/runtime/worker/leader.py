@@ -110,11 +110,12 @@ class Leader:
         chosen = self._choose(chunks, drafts, results)
         if self.scheduler.ahead is not None:
             single = all(row.start and len(row.tokens) == 1 for row in rows)
+            tokens = sum(len(row.tokens) for row in rows)
+            seconds = time.perf_counter() - began
             if single:
-                note = self.scheduler.ahead.note_pass
+                self.scheduler.ahead.note_pass(tokens, seconds)
             else:
-                note = self.scheduler.ahead.prompts.note
-            note(sum(len(row.tokens) for row in rows), time.perf_counter() - began)
+                self.scheduler.ahead.prompts.note(tokens, seconds)
         outputs = self.scheduler.advance(chunks, chosen, results.scores)
         self._note(outputs)
         return outputs
@@ -150,8 +151,11 @@ class Leader:
                 drafts[place].append(next(tokens[chunks[place].wanted]))
             if (ahead := self.scheduler.ahead) is not None:
                 count = sum(len(row.tokens) for row in rows)
-                note = ahead.note_draft if count == len(rows) else ahead.note_missed
-                note(count, time.perf_counter() - began)
+                seconds = time.perf_counter() - began
+                if count == len(rows):
+                    ahead.note_draft(count, seconds)
+                else:
+                    ahead.note_missed(count, seconds)
         return drafts
 
     def _look_up(self, chunks: list[ScheduledChunk]) -> tuple[list[ScheduledChunk], list[list[int]]]:

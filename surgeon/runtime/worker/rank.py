@@ -195,7 +195,9 @@ def serve(connection: Connection, channel: Sequence[int]) -> None:
     except Exception as error:  # the starting process raises it
         first_line = (str(error).strip() or "no message").split("\n")[0]
         known = isinstance(error, ValueError | OSError)
-        line = first_line if known else f"{type(error).__name__}: {first_line}"
+        line = first_line
+        if not known:
+            line = f"{type(error).__name__}: {first_line}"
         message = RankError(time.monotonic(), isinstance(error, ValueError), line, traceback.format_exc())
         with suppress(OSError):  # when the starting process has gone, too, nobody asks
             _send(connection, "error", message)

@@ -49,7 +49,9 @@ class RankProcess(ABC):
     lag = 0.0
 
     def __init__(self, rank: int, location: RankLocation, pid: int, connection: Connection, host: str = "") -> None:
-        where = f" on {host}" if host else ""
+        where = ""
+        if host:
+            where = f" on {host}"
         self.rank = rank
         self.location = location
         self.pid = pid
@@ -318,9 +320,12 @@ class Ranks(AbstractContextManager["Ranks"]):
                     errors[other.rank] = value
         first = min((self._processes[rank] for rank in errors), key=lambda other: errors[other.rank].time + other.lag)
         error = errors[first.rank]
-        where = f"{first.name}: " if isinstance(first, JoinedRank) else ""  # it may be that machine's fault
-        failure = ValueError(where + error.line) if error.mendable else RankFailed(f"{first.name} failed: {error.line}")
-        return with_note(failure, error.trace)
+        where = ""  # it may be that machine's fault
+        if isinstance(first, JoinedRank):
+            where = f"{first.name}: "
+        if error.mendable:
+            return with_note(ValueError(where + error.line), error.trace)
+        return with_note(RankFailed(f"{first.name} failed: {error.line}"), error.trace)
 
     def close(self, reason: str | None = None) -> None:
         """End every rank, as `kill` does, and wait until it has gone."""

@@ -85,7 +85,9 @@ class TritonKernels:
 
         self._source: Any = source
         self._interpreted = bool(knobs.runtime.interpret)  # TRITON_INTERPRET=1
-        processors = 1 if self._interpreted else torch.cuda.get_device_properties().multi_processor_count
+        processors = 1
+        if not self._interpreted:
+            processors = torch.cuda.get_device_properties().multi_processor_count
         self.programs = PROGRAMS_PER_PROCESSOR * processors
         self._rows = INTERPRETED_ROWS if self._interpreted else ROWS
         overlaps = not self._interpreted and torch.cuda.get_device_capability()[0] >= OVERLAPS_FROM
@@ -184,7 +186,9 @@ class TritonKernels:
         tokens, all_heads, dim = x.shape
         places, pair = (x, x) if cached is None else cached
         gain, epsilon, angles, squares = placing
-        tile = HEADS_AT_ONCE if tokens * all_heads > HEADS_AT_ONCE * self.programs else 1
+        tile = 1
+        if tokens * all_heads > HEADS_AT_ONCE * self.programs:
+            tile = HEADS_AT_ONCE
         self.launch(
             "place",
             (tokens, -(-all_heads // tile)),
@@ -228,7 +232,9 @@ class TritonKernels:
         """
         tokens, width = x.shape
         normed = x.new_empty(tokens, width)
-        total = x if added is None else x.new_empty(tokens, width)
+        total = x
+        if added is not None:
+            total = x.new_empty(tokens, width)
         more = x if added is None else added
         self.launch(
             "norm",
