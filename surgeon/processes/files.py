@@ -1,4 +1,8 @@
-"""Files that are whole or not there, whenever their process is killed; and what the disk has of them."""
+"""Files that are whole or not there, whenever their process is killed; what the disk has of them; and locks on them.
+
+Locks are flock's (by `filelock`): each goes with the process that holds it, so that one that is killed leaves none
+behind, and children that are started anew do not inherit them.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from filelock import lock_descriptor
 
 from surgeon.errors import naming
 
@@ -134,3 +140,30 @@ def show_bytes(count: int) -> str:
             return f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:.1f} TB"
+
+
+LOOK_SECONDS = 0.002  # between two tries to get a lock that somebody else has
+
+
+def lock(descriptor: int, wait: bool = False) -> bool:
+    """Lock an open file or folder until it is closed.
+
+    Args:
+        wait: until nobody else has locked it.
+
+    Returns:
+        Whether it is locked now; if not, somebody else has done so.
+    """
+    return lock_descriptor(descriptor, blocking=wait, poll_interval=LOOK_SECONDS)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Wait until nobody else has locked a file, which is made if it is not there, and lock it while inside."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        with naming(path):
+            lock(descriptor, wait=True)
+        yield
+    finally:
+        os.close(descriptor)

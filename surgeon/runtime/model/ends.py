@@ -19,8 +19,8 @@ from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.kernels.triton.functions import triton_kernels_for
 from surgeon.runtime.model.attending import softcap
 from surgeon.runtime.model.layers import Norm, plain_norm, torch_dtype
+from surgeon.runtime.model.linear import Panels, Product, Transposed, laid_out
 from surgeon.runtime.model.peers import Peers
-from surgeon.runtime.model.products import Panels, Product, Transposed, laid_out
 from surgeon.runtime.plan.specification import Plan
 
 Index = slice | Tensor  # which of some places, in order

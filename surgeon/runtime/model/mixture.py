@@ -21,9 +21,8 @@ from surgeon.models.routing import Routed, Routing, route
 from surgeon.models.weights import Tensors
 from surgeon.runtime.kernels.functions import GATED, Kernels, PackedExperts
 from surgeon.runtime.model.layers import FeedForward, Norm, activation, plan_kernels
-from surgeon.runtime.model.linear import is_factored, whole_map
+from surgeon.runtime.model.linear import Panels, is_factored, whole_map
 from surgeon.runtime.model.low_rank import Maps
-from surgeon.runtime.model.products import Panels
 from surgeon.runtime.plan.specification import Plan
 
 AT_ONCE = 512  # tokens that the kernel takes: it has room for what all of their experts make of them

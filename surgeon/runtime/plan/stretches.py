@@ -16,7 +16,7 @@ from surgeon.checkpoint.random_weights import open_weights
 from surgeon.checkpoint.tensor_file import TensorFiles
 from surgeon.language.program import Program, Step
 from surgeon.models.weights import ModelWeights
-from surgeon.runtime.plan.codas import first_rack
+from surgeon.runtime.plan.drafts import first_rack
 from surgeon.runtime.plan.memory import Sizes, numbers_of
 from surgeon.runtime.plan.specification import Plan
 from surgeon.words import plural

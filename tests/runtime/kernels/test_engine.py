@@ -17,7 +17,7 @@ from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.kernels import functions
 from surgeon.runtime.kernels.functions import kernels
 from surgeon.runtime.model.engine import RankEngine
-from surgeon.runtime.model.products import Panels, Transposed
+from surgeon.runtime.model.linear import Panels, Transposed
 from surgeon.runtime.plan.checks import make_plan
 
 FAMILIES = ("llama", "qwen3", "gemma2", "opt", "gpt_neox", "phi3", "gpt_neo", "smollm3", "granite", "mistral")

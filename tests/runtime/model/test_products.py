@@ -13,8 +13,7 @@ from torch import Tensor
 from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.kernels import functions
 from surgeon.runtime.model.engine import RankEngine
-from surgeon.runtime.model.linear import Linear
-from surgeon.runtime.model.products import Panels, Transposed, laid_out
+from surgeon.runtime.model.linear import Linear, Panels, Transposed, laid_out
 from surgeon.runtime.plan.checks import make_plan
 from tests.runtime.on_ranks import greedy
 

@@ -27,9 +27,8 @@ from surgeon.runtime.kernels.functions import kernels
 from surgeon.runtime.kernels.recording import Arena, Recording
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.layers import FeedForward
-from surgeon.runtime.model.linear import Linear
+from surgeon.runtime.model.linear import Linear, laid_out
 from surgeon.runtime.model.paged_cache import PagedCache
-from surgeon.runtime.model.products import laid_out
 from surgeon.runtime.model.recorded import RecordedDecode
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
@@ -263,7 +262,7 @@ def test_what_is_computed_again_keeps_its_weights(pair: tuple[RankEngine, RankEn
     for engine in pair:
         x, linear = torch.randn(1, 64), Linear([torch.randn(64, 64)], [None])
         with torch.inference_mode():
-            again = engine.model._repeatable(linear, x, linear.by_kernels)
+            again = engine.model.program._repeatable(linear, x, linear.by_kernels)
         there = weakref.ref(linear)
         del linear
         gc.collect()
