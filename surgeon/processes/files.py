@@ -82,12 +82,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def write_table(path: Path, table: pd.DataFrame, digits: int = 9, missing: str = "nan") -> None:
-    """Write a table as CSV, whole or not there.
-
-    Args:
-        digits: of each number.
-        missing: what stands for NaN.
-    """
+    """Write a table as CSV, whole or not there, with so many digits of each number."""
     write_text(path, table.to_csv(index=False, float_format=f"%.{digits}g", na_rep=missing))
 
 
@@ -107,7 +102,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def cache_folder(what: str) -> Path:
-    """Where files of some kind are kept on this machine, to be made again if they are gone.
+    """The place on this machine for files of some kind that can be made again.
 
     Raises:
         FileNotFoundError: if the user has no home, and the environment names no other place.
@@ -131,7 +126,7 @@ def check_space(folder: Path, needed: int) -> None:
 
 
 def show_bytes(count: int) -> str:
-    """A size as people write it: 12.7 MB."""
+    """Write a size as people do: 12.7 MB."""
     size = float(count)
     for unit in ("bytes", "KB", "MB", "GB"):
         if size < 1000:
@@ -146,14 +141,7 @@ LOOK_SECONDS = 0.002  # between two tries to get a lock that somebody else has
 
 
 def lock(descriptor: int, wait: bool = False) -> bool:
-    """Lock an open file or folder until it is closed.
-
-    Args:
-        wait: until nobody else has locked it.
-
-    Returns:
-        Whether it is locked now; if not, somebody else has done so.
-    """
+    """Lock an open file or folder until it is closed, or tell (False) that somebody else has; `wait` for them."""
     return lock_descriptor(descriptor, blocking=wait, poll_interval=LOOK_SECONDS)
 
 

@@ -33,7 +33,7 @@ globals().update({config.__name__: config for config in CONFIGS.values()})
 
 
 def attentions_at_once(program: Program) -> int:
-    """How many attentions run side by side in branches at the most, slices of one counting as one."""
+    """The most attentions that run side by side in branches, slices of one counting as one."""
     return max(1, int(_most(program.nodes)))
 
 
@@ -43,7 +43,7 @@ def _most(nodes: tuple[Node, ...]) -> Fraction:
 
 
 def _share(step: Step) -> Fraction:
-    """Of an attention, by its largest slice; ranks take those of one step apart, as they do those of a layer."""
+    """An attention's part, by its largest slice; ranks take those of one step apart, as they do those of a layer."""
     slices = [sublayer.piece[1] if sublayer.piece else 1 for sublayer in step.sublayers if sublayer.kind == ATTENTION]
     if slices:
         return Fraction(1, min(slices))
@@ -51,11 +51,7 @@ def _share(step: Step) -> Fraction:
 
 
 def with_all_heads(convertor: Any) -> Any:
-    """A class of vLLM that says what shape a model has, for program checkpoints.
-
-    Args:
-        convertor: vLLM's `ModelArchConfigConvertorBase`, whose `hf_text_config` is the checkpoint's configuration.
-    """
+    """Make a class that tells vLLM a model's shape, for program checkpoints, of its `ModelArchConfigConvertorBase`."""
 
     class ProgramShape(convertor):  # type: ignore[misc]
         @property

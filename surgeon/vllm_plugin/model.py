@@ -1,9 +1,9 @@
 """A program checkpoint as a model of vLLM: every rank runs its part of the program with the one executor.
 
-Embedding, output head and attention with its cache are vLLM's; what lies between is what this package's own runtime
-computes, read slice by slice from the checkpoint. The number of KV heads may differ between attentions and ranks (a
-rank may hold a whole attention of an LP pair), and a cache has the name of its slot and of that number, so that vLLM
-finds caches of the same name alike on all ranks.
+Embedding, output head and attention with its cache are vLLM's; this package's runtime computes what lies between, read
+slice by slice from the checkpoint. The number of KV heads may differ between attentions and ranks (a rank may hold a
+whole attention of an LP pair), and a cache has the name of its slot and of that number, so that vLLM finds caches of
+the same name alike on all ranks.
 
 A pipeline stage runs a part of the program's nodes, and hands on the stream together with what is still to be added.
 """
@@ -53,7 +53,7 @@ MOST_RECORDED = 512  # tokens of passes that vLLM records by default
 
 
 class ProgramForCausalLM(nn.Module):
-    """What vLLM builds on each of its ranks for a program checkpoint."""
+    """The model that vLLM builds on each of its ranks for a program checkpoint."""
 
     supports_pp = True  # as vLLM asks
 
@@ -88,7 +88,7 @@ class ProgramForCausalLM(nn.Module):
         self.loaded = False
 
     def _width(self, attention: Sublayer) -> tuple[int, int, int | None]:
-        """How many heads and KV heads this rank has of an attention, and how many tokens it looks at."""
+        """This rank's heads and KV heads of an attention, and its window."""
         units = shared_units(self.source.units, self.plan.latent)(attention)
         counts = units["heads"], units.get("kv_heads", units["heads"])
         heads, kv_heads = (end - first for first, end in (unit_bounds(count, attention.piece) for count in counts))
@@ -116,7 +116,6 @@ class ProgramForCausalLM(nn.Module):
         )
 
     def _build_ends(self) -> None:
-        """The embedding and the head, as far as this stage has them."""
         plan = self.plan
         arithmetic = plan.arithmetic
         family = self.plan.family
@@ -230,7 +229,7 @@ class ProgramForCausalLM(nn.Module):
     def make_empty_intermediate_tensors(
         self, batch_size: int, dtype: torch.dtype, device: torch.device
     ) -> IntermediateTensors:
-        """What a stage gets in a pass that only measures memory."""
+        """A stage's inputs in a pass that only measures memory."""
         names = ("stream", "pending")
         size = batch_size, self.plan.hidden
         return IntermediateTensors({name: torch.zeros(size, dtype=dtype, device=device) for name in names})

@@ -32,12 +32,7 @@ from surgeon.runtime.plan.placement import Group
 
 
 def connect(way: str, program: Program) -> Collectives:
-    """Connect this rank to the others of its tensor-parallel group; all of them call this at the same time.
-
-    Args:
-        way: one of `requirements.REDUCE`.
-        program: what the ranks are to run.
-    """
+    """Connect this rank to the others of its tensor-parallel group; all of them call this at the same time."""
     ranks = get_tp_group()
     if ranks.world_size == 1:
         return Alone()

@@ -1,4 +1,4 @@
-"""An open request as the scheduler has it, what a pass computes of it, and how long it may become. No tensors."""
+"""An open request as the scheduler has it, its part of a pass, and its expected length. No tensors."""
 
 from __future__ import annotations
 
@@ -19,21 +19,14 @@ SHORTEST = 2
 
 
 class Lookup:
-    """The places of a text's tokens, by the few before them; of some that came several times, the last one.
-
-    Prompt lookup decoding (Saxena 2023) drafts what came behind a text's last few tokens when these came before.
-    """
+    """Prompt lookup (Saxena 2023): drafts came behind a text's last few tokens when these came before."""
 
     def __init__(self) -> None:
         self._behind: dict[tuple[int, ...], int] = {}
         self._known = 0  # of the text's tokens, how many were looked at
 
     def drafts(self, text: Several[int], most: int) -> list[int]:
-        """Up to so many tokens that may come next, perhaps none.
-
-        Args:
-            text: prompt and output so far; it begins as it did before.
-        """
+        """Look up to so many tokens that may come next, perhaps none."""
         for end in range(self._known, len(text)):  # what comes at `end` is known, unlike what comes next
             for length in range(SHORTEST, min(LONGEST, end) + 1):
                 self._behind[tuple(text[end - length : end])] = end
@@ -48,7 +41,7 @@ class Lookup:
 
 
 class Wanted(IntEnum):
-    """What a row's last token is to give."""
+    """The result wanted of a row's last token."""
 
     NOTHING = 0  # a prompt that goes on in a later pass, or is not to be continued
     BEST = 1  # the most likely next token
@@ -56,7 +49,7 @@ class Wanted(IntEnum):
 
 
 class Targets(NamedTuple):
-    """Tokens of the prompt of which a row is to say how likely they are.
+    """Tokens of the prompt whose likelihood a row is to tell.
 
     Attributes:
         first: the row's token that predicts the first of them.
@@ -70,7 +63,7 @@ class Targets(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What one pass computes of one sequence; this is what ranks are sent.
+    """One sequence's part of a pass, as ranks are sent it.
 
     Attributes:
         start: how many of the sequence's tokens are in the cache.
@@ -98,7 +91,7 @@ Halves = tuple[list[Row], list[Row]]
 
 
 def halves_of(rows: Several[Row]) -> Halves | None:
-    """Rows in two halves that take turns (model/dynamic.py), their tokens in the same order; None if that cannot be.
+    """Divide rows into two halves that take turns (model/dynamic.py), in the same order; None if that cannot be.
 
     The row in the middle is cut if it is long enough, and otherwise in the half that is nearer.
     """
@@ -124,8 +117,7 @@ class LongTexts:
     """Texts beyond a length, where rotary positions depend on how long a text is.
 
     A token turns as in a text of as many tokens as its prompt has, or as there are up to the token itself, whichever is
-    more: as when a text is alone, its prompt is one pass and keys stay in the cache as they are. So what a text gets
-    depends neither on chunks of its prompt nor on other texts.
+    more. So what a text gets depends neither on chunks of its prompt nor on other texts.
 
     Attributes:
         beyond: of more tokens than these.
@@ -138,7 +130,7 @@ class LongTexts:
     anew: bool
 
     def root(self, prompt: int) -> int:
-        """Where texts whose keys of the same tokens are the same begin, as of `BlockPool.match`."""
+        """The root, as of `BlockPool.match`, of texts whose keys of the same tokens are the same."""
         if prompt <= self.beyond:
             return 0
         if self.by_length:
@@ -147,11 +139,11 @@ class LongTexts:
 
 
 class AskedPlaces(NamedTuple):
-    """The tokens of a pass that something is asked of; of no others is the stream needed behind the last attention.
+    """The tokens of a pass that something is asked of; the stream of others ends behind the last attention.
 
     Attributes:
         places: of those whose next token or logits are wanted, then of those that predict targets.
-        wanted: what, of each of the former.
+        wanted: of each of the former.
     """
 
     places: list[int]
@@ -159,7 +151,7 @@ class AskedPlaces(NamedTuple):
 
 
 def asked_of(rows: Several[Row]) -> AskedPlaces:
-    """What the rows of a pass ask for."""
+    """Collect what the rows of a pass ask for."""
     places = list[int]()
     wanted = list[Wanted]()
     predicting = list[int]()
@@ -190,14 +182,12 @@ class Sequence:
         blocks: that it has while it runs.
         cached: tokens of the prompt that were not computed when it was first let in.
         admitted: when that was.
-        unscored: the first token of the prompt whose log-probability is asked for and not known; None if there is none.
+        unscored: the first token of the prompt whose log-probability is asked for and not known, if any.
         drafting: whether tokens may be drafted for it; no more once there were logits that are not finite.
-        drafted: tokens that were drafted for it.
-        accepted: of these, how many it has taken over.
-        hits: how many were right lately.
+        drafted: tokens that were drafted for it; accepted: those of them it has taken over.
+        hits: of the latest drafts.
         lookup: of its own tokens, where those are the drafts.
-        unverified: how many of the last tokens are drafts that have not been verified, where passes go on before others
-            have ended (in_flight.py).
+        unverified: how many of the last tokens are drafts that have not been verified (in_flight.py).
     """
 
     request: Request
@@ -220,7 +210,7 @@ class Sequence:
 
     @property
     def known(self) -> int:
-        """How many tokens there are but drafts."""
+        """The number of tokens but drafts."""
         return len(self.tokens) - self.unverified
 
     def take_unverified(self) -> list[int]:
@@ -234,7 +224,7 @@ class Sequence:
 
     @classmethod
     def of(cls, request: Request) -> Sequence:
-        """A request that has just come."""
+        """Open a request."""
         prompt = list(request.prompt)
         sampling = request.sampling
         if sampling.greedy:
@@ -253,7 +243,7 @@ class Sequence:
 
 
 class ScheduledChunk(NamedTuple):
-    """What a pass computes of a sequence: its next `tokens` tokens.
+    """A sequence's part of a pass: its next `tokens` tokens.
 
     Attributes:
         drafts: how many tokens are drafted behind them first, and computed with them; there are blocks for all.
@@ -278,7 +268,7 @@ class ScheduledChunk(NamedTuple):
 
     @property
     def targets(self) -> Targets | None:
-        """What it tells of the prompt."""
+        """Targets among the prompt's tokens."""
         sequence = self.sequence
         prompt = self.sequence.request.prompt
         top = sequence.request.sampling.prompt_logprobs
@@ -289,10 +279,10 @@ class ScheduledChunk(NamedTuple):
         return Targets(begin - 1 - sequence.computed, list(tokens), top)
 
     def rows(self, drafts: Several[int] = ()) -> list[Row]:
-        """What the ranks compute: a row, or where tokens were drafted one of each token.
+        """Rows for the ranks: one, or where tokens were drafted one of each token.
 
-        A pass puts all keys and values into the cache before anything looks there. So tokens that were drafted come in
-        passes of the same kind as texts that add one token.
+        A pass puts all keys and values into the cache before anything looks there, so that tokens that were drafted
+        come in passes of the same kind as texts that add one token.
         """
         sequence = self.sequence
         first = sequence.computed
@@ -303,12 +293,9 @@ class ScheduledChunk(NamedTuple):
         return [row]
 
     def drafting_rows(self, drafts: Several[int]) -> list[Row]:
-        """What the ranks compute to draft one more token.
+        """Rows that draft one more token.
 
-        What the draft has missed comes with the first of them, in front of the newest token, or alone.
-
-        Args:
-            drafts: the tokens drafted so far.
+        Missed tokens come with the first of them, in front of the newest token, or alone.
         """
         sequence = self.sequence
         missed = 0 if drafts else self.missed
@@ -330,10 +317,10 @@ def _apart(row: Row) -> list[Row]:
 
 
 class Expectation:
-    """What share of the tokens that they may add texts do add, by the newest of them: admission reserves blocks by it.
+    """The share of the tokens that they may add that the newest texts did add: admission reserves blocks by it.
 
     Attributes:
-        share: what it is at first, until texts have ended; more again whenever one had to give way.
+        share: the first one, until texts have ended; more again whenever one had to give way.
     """
 
     _WEIGHT = 1 / 8  # of the newest text
@@ -352,7 +339,7 @@ class Expectation:
         self.share += (1 - self.share) / 2
 
     def length(self, sequence: Sequence) -> int:
-        """How many tokens of a text there will be in the cache."""
+        """Estimate how many tokens of a text there will be in the cache."""
         prompt = len(sequence.request.prompt)
         limit = sequence.request.sampling.max_new_tokens
         return min(prompt + math.ceil(limit * self.share), sequence.last - 1)

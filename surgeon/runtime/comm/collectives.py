@@ -1,8 +1,8 @@
-"""Collectives: a small interface that counts calls and bytes, and what implements it.
+"""Collectives: a small interface that counts calls and bytes, and its implementations.
 
-A rank talks to the others through one `Collectives` per group of ranks. They are asynchronous: `all_reduce` starts one
-and returns a function that waits for it, so that several can be in flight; who waits at once can say so. `Compressed`
-and those of `link.py` and `symmetric_memory.py` lie around others.
+A rank has one `Collectives` per group of ranks. They are asynchronous: `all_reduce` starts one and returns a function
+that waits for it, so that several can be in flight; who waits at once can say so. `Compressed` and those of `link.py`
+and `symmetric_memory.py` lie around others.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ class Collectives(ABC):
         return self._all_reduce(tensor, at_once)
 
     def all_gather(self, tensor: Tensor, counts: Counts) -> Tensor:
-        """The group's tensors, all of one shape, joined along a new first dimension in the order of the ranks."""
+        """Join the group's tensors, all of one shape, along a new first dimension in the order of the ranks."""
         return self.start_all_gather(tensor, counts, at_once=True)()
 
     def start_all_gather(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:
-        """The same, but only started; waiting on the result gives the joined tensors."""
+        """Start to join them; waiting on the result gives the joined tensors."""
         if len(self.group) == 1:
             return lambda: tensor[None]
         counts.all_gathers += 1
@@ -90,7 +90,7 @@ class Collectives(ABC):
 
     @property
     def exact(self) -> Collectives:
-        """The same ranks, but nothing that is sent loses precision."""
+        """The same ranks, without loss of precision."""
         return self
 
     def recorded(self, recording: Recording) -> Collectives:  # noqa: ARG002 - nothing that is sent need be noted
@@ -98,7 +98,7 @@ class Collectives(ABC):
         return self
 
     def failure(self) -> TimeoutError | None:
-        """Whom sums in recorded passes have waited for in vain, if for anybody."""
+        """The error of a sum in a recorded pass that has waited in vain, if any."""
         return None
 
     def subgroup(self, group: Group) -> Collectives:
@@ -123,11 +123,7 @@ class Collectives(ABC):
 
 
 class Around(Collectives):
-    """Other collectives of the same ranks, which do all that is not done otherwise here.
-
-    Attributes:
-        inner: the others.
-    """
+    """Other collectives of the same ranks, which do all that is not done otherwise here."""
 
     def __init__(self, inner: Collectives) -> None:
         super().__init__(inner.rank, inner.group)
@@ -137,7 +133,7 @@ class Around(Collectives):
 
     @abstractmethod
     def around(self, inner: Collectives) -> Collectives:
-        """The same around others, of these ranks or of some of them."""
+        """Make the same around others, of these ranks or of some of them."""
 
     @property
     def exact(self) -> Collectives:
@@ -199,21 +195,20 @@ class Compressed(Around):
 
 
 class Unconnected(Collectives):
-    """Ranks that never wait for each other and add nothing up: what they compute is wrong, as fast as can be.
+    """Ranks that never wait for each other and add nothing up: wrong results, as fast as can be.
 
-    It tells what communication costs: no way of connecting ranks is faster (the "upper bound" of Ladder Residual,
-    table 2).
+    No way of connecting ranks is faster (the "upper bound" of Ladder Residual, table 2).
     """
 
     capturable = True
     recordable = True
 
     def all_reduce(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:  # noqa: ARG002
-        """This rank's own tensor; nothing is sent."""
+        """Give this rank's own tensor."""
         return self._all_reduce(tensor, at_once)
 
     def start_all_gather(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:  # noqa: ARG002
-        """This rank's own tensor, once for each rank."""
+        """Give this rank's own tensor, once for each rank."""
         return self._all_gather(tensor, at_once)
 
     def _connect(self, group: Group) -> Collectives:
@@ -236,8 +231,7 @@ class Alone(Unconnected):
 class TorchCollectives(Collectives):
     """Collectives of `torch.distributed`: gloo, or NCCL on GPUs.
 
-    NCCL's are computed by streams of high priority, so that what travels behind a late step need not queue behind it,
-    or by the current one where they are waited for at once.
+    NCCL computes sums that travel behind a late step by streams of high priority, others by the current one.
     """
 
     def __init__(self, rank: int, group: Group, process_group: Any = None, device: torch.device | None = None) -> None:
@@ -250,13 +244,7 @@ class TorchCollectives(Collectives):
     def connect(
         cls, backend: str, rank: int, ranks: int, rendezvous: Path | StoreAddress, device: torch.device | None = None
     ) -> TorchCollectives:
-        """Meet the other ranks.
-
-        Args:
-            backend: "gloo", or "nccl" for GPUs.
-            rendezvous: on one machine a file that does not exist yet (a path is never taken, unlike a port).
-            device: that NCCL is to connect, now and not in the first pass.
-        """
+        """Meet the other ranks by gloo or NCCL, at a new file (its path is never taken, unlike a port) or a store."""
         store: Any
         if isinstance(rendezvous, Path):
             store = FileStore(str(rendezvous), ranks)
@@ -282,14 +270,13 @@ class TorchCollectives(Collectives):
 
 
 def _after(work: Any, result: Tensor) -> Tensor:
-    """The result, when the work is done, if it was not waited for at once."""
     if work is not None:
         work.wait()
     return result
 
 
 def group_options(device: torch.device | None) -> dict[str, Any]:
-    """How NCCL connects a group on a GPU, if there is one: at once, with streams of high priority."""
+    """Options of an NCCL group on a GPU, if any: connected at once, with streams of high priority."""
     if device is None:
         return {}
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)

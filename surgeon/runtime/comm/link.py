@@ -1,7 +1,7 @@
-"""An emulated link between ranks: what slower wires would cost, measured where there are none.
+"""An emulated link between ranks: the cost of slower wires, measured where there are none.
 
 Only waiting is emulated. A transfer takes its time from when it is started, so that what a rank computes meanwhile
-hides it, as on a real link; what is sent arrives by whatever the wrapped collectives are, and not before they are done.
+hides it, as on a real link.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SPIN_SECONDS = 0.0002  # a sleep may end this much late
 
 @dataclass(frozen=True)
 class Link:
-    """What a rank sends through.
+    """A rank's link.
 
     Attributes:
         delay: seconds from a transfer's last byte being sent to its end, whatever its size.
@@ -50,7 +50,7 @@ class Link:
 
 
 def parse_link(delay: str | None, bandwidth: str | None) -> Link | None:
-    """The link that a user describes, such as "1ms" and "1GB" (or "1GB/s"); None if by nothing."""
+    """Read a link such as "1ms" and "1GB" (or "1GB/s"); None if by nothing."""
     if delay is None and bandwidth is None:
         return None
     seconds = 0.0
@@ -60,7 +60,7 @@ def parse_link(delay: str | None, bandwidth: str | None) -> Link | None:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds in a duration such as 1ms, 200us or 0.5s."""
+    """Read a duration such as 1ms, 200us or 0.5s."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|ms|us)\s*", text)
     if match is None:
         raise ValueError(f"{text!r} is no delay; write e.g. 1ms, 200us or 0.5s")
@@ -83,7 +83,7 @@ class SystemClock:
 
 
 class Line:
-    """One rank's link as it is used: transfers in flight share the bandwidth, one after the other."""
+    """One rank's link in use: transfers in flight share the bandwidth, one after the other."""
 
     def __init__(self, link: Link, clock: SystemClock) -> None:
         self.link = link
@@ -106,11 +106,6 @@ class EmulatedLink(Around):
     def __init__(
         self, inner: Collectives, link: Link, clock: SystemClock | None = None, line: Line | None = None
     ) -> None:
-        """Wrap.
-
-        Args:
-            line: that another group of the same rank sends through too; by default one of its own.
-        """
         super().__init__(inner)
         self.capturable = False
         self.recordable = False

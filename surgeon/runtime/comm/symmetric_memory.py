@@ -1,7 +1,7 @@
 """Sums through memory of the GPUs of one machine that each of them can reach (`torch.distributed._symmetric_memory`).
 
 An operand is copied into that memory, and then every GPU adds up all of them (one shot), or its share of them, which
-the others then copy (two shots), or has the switch add them up (multimem). Each is one kernel; no GPU has run them yet.
+the others then copy (two shots), or has the switch add them up (multimem). No GPU has run them yet.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OPERATIONS: dict[str, Operation] = {
 
 
 class SymmetricSum:
-    """One of these operations, on the memory of a group: sums small operands in place, on the current stream."""
+    """One of these operations on the memory of a group: sums small operands in place, on the current stream."""
 
     def __init__(self, name: str, ranks: int, group: str, rooms: tuple[Tensor, Tensor]) -> None:
         self.name = name
@@ -49,7 +49,7 @@ class SymmetricSum:
         self._rooms = rooms
 
     def fits(self, tensor: Tensor) -> bool:
-        """Whether it is of a dtype and size that the operation takes."""
+        """Tell whether the operation takes its dtype and size."""
         return tensor.dtype in DTYPES and tensor.nbytes <= MOST_BYTES and not tensor.nbytes % self._alignment
 
     def __call__(self, tensor: Tensor, aside: bool) -> None:
@@ -61,7 +61,7 @@ class SymmetricSum:
 
 
 class Bound(NamedTuple):
-    """Operands up to so many bytes go one way."""
+    """The way of operands up to so many bytes."""
 
     bytes: int
     way: SymmetricSum
@@ -80,7 +80,7 @@ def bounds(ways: Sequence[SymmetricSum], ranks: int) -> tuple[Bound, ...]:
 
 
 class SideStream:
-    """A stream of a GPU that computes beside the current one, before it where both have work."""
+    """A stream of a GPU beside the current one, before it where both have work."""
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device = device
@@ -107,11 +107,6 @@ class BySize(Around):
         side: SideStream,
         connect: Callable[[Collectives], Collectives] = lambda inner: inner,
     ) -> None:
-        """Wrap.
-
-        Args:
-            connect: makes the same of some of the ranks.
-        """
         super().__init__(inner)
         self.chosen = tuple(chosen)
         self._side = side
@@ -146,10 +141,10 @@ class BySize(Around):
 
 
 def with_symmetric_memory(inner: TorchCollectives, device: torch.device) -> Collectives:
-    """The same ranks, all on one machine, with small sums through that memory where it can be had.
+    """Send small sums of ranks, all on one machine, through that memory where it can be had.
 
     Every rank of the group calls this at the same time. `SURGEON_SYMMETRIC_MEMORY=off` in the environment leaves it,
-    and so does `NCCL_P2P_DISABLE=1`: GPUs would reach each other's memory.
+    and so does `NCCL_P2P_DISABLE=1`.
     """
     group = inner.group
     if inner.rank not in group or len(group) == 1:
@@ -174,19 +169,16 @@ def with_symmetric_memory(inner: TorchCollectives, device: torch.device) -> Coll
 
 
 def allowed(environment: Mapping[str, str]) -> bool:
-    """Whether GPUs may reach each other's memory, and may sum through it."""
+    """Tell whether GPUs may reach each other's memory, and may sum through it."""
     peers = environment.get("NCCL_P2P_DISABLE", "0") == "0" and environment.get("NCCL_P2P_LEVEL") != "LOC"
     return peers and environment.get("SURGEON_SYMMETRIC_MEMORY") != "off"
 
 
 def ways_through_memory(inner: TorchCollectives, device: torch.device, memory: Any = None) -> list[SymmetricSum]:
-    """The operations that all ranks have, with memory for one operand of the current stream and one beside it.
+    """Prepare the operations that all ranks have, with memory for an operand of the current stream and one beside it.
 
-    There are none where any rank cannot have or share such memory, which each then says. All agree after every step, so
-    that none waits in the next one for another that has failed.
-
-    Args:
-        memory: that stands for PyTorch's.
+    None where any rank cannot have or share such memory, which each then says. All agree after every step, so that none
+    waits in the next one for another that has failed.
     """
     if memory is None:
         import torch.distributed._symmetric_memory as memory
@@ -210,7 +202,7 @@ def ways_through_memory(inner: TorchCollectives, device: torch.device, memory: A
 
 @contextmanager
 def _everywhere(inner: TorchCollectives, device: torch.device) -> Iterator[None]:
-    """Do something that has to work on all ranks: where it fails on any of them, it has failed on this one."""
+    """Do something that fails here if it fails on any rank."""
     failure = None
     try:
         yield

@@ -25,12 +25,11 @@ class Price(NamedTuple):
 
 
 class Wire(ABC):
-    """How rows of floating-point numbers become bytes.
+    """A format of rows of floating-point numbers as bytes.
 
     Attributes:
         name: by which users ask for it.
-        packing: what a number costs that a rank packs.
-        unpacking: what a number costs that a rank unpacks, of all ranks.
+        packing, unpacking: of each number that a rank packs, and of all ranks' numbers that it unpacks.
     """
 
     name: str

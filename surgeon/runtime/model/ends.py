@@ -1,7 +1,6 @@
-"""What lies before and behind a program: embedded tokens and their positions, the final norm, the output head.
+"""The ends of a program: embedded tokens and their positions before it, the final norm and the output head behind it.
 
-`Ends` is the same for this package's engine and for vLLM, which has the vocabulary's rows in layers of its own.
-`Vocabulary` has the rows of one rank of the engine.
+`Ends` serves vLLM, too, which has the vocabulary's rows in layers of its own.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ Index = slice | Tensor  # which of some places, in order
 def read(
     source: ModelWeights, plan: Plan, device: torch.device, path: str, rows: tuple[int, int] | None = None
 ) -> Tensor:
-    """A tensor, or some of its rows, on the device and in the plan's dtype."""
+    """Read a tensor, or some of its rows, to the device in the plan's dtype."""
     return source.tensor(path, rows).to(torch_dtype(plan)).to(device)
 
 
 def final_norm(source: ModelWeights, plan: Plan, device: torch.device) -> Norm:
-    """The norm before the head."""
+    """Load the norm before the head."""
     if plan.family.norm_kind == "plain":
         return plain_norm(plan, device)
     path = plan.family.final_norm
@@ -43,11 +42,11 @@ def final_norm(source: ModelWeights, plan: Plan, device: torch.device) -> Norm:
 
 
 class Ends:
-    """What becomes of embedded tokens before the program, and of the stream behind it.
+    """Scales and positions of embedded tokens, and the final norm.
 
     Attributes:
         positions: learned ones, (positions, hidden), from that of a text's first token on; None without.
-        final_norm: what the head reads is the stream normed by it.
+        final_norm: before the head.
     """
 
     def __init__(self, source: ModelWeights, plan: Plan, device: torch.device) -> None:
@@ -62,13 +61,13 @@ class Ends:
         self.final_norm = final_norm(source, plan, device)
 
     def scaled(self, embedded: Tensor) -> Tensor:
-        """Rows of the embedding, (tokens, hidden), as the model has them."""
+        """Scale rows of the embedding, (tokens, hidden)."""
         if self._scale is None:
             return embedded
         return embedded * self._scale
 
     def placed(self, embedded: Tensor, positions: Index) -> Tensor:
-        """The stream, (tokens, hidden): scaled embeddings with what the stream has of their positions."""
+        """Add learned positions to scaled embeddings, (tokens, hidden)."""
         if self.positions is None:
             return embedded
         return embedded + self.positions[positions]
@@ -82,7 +81,7 @@ class Rows:
         self._kernels = kernels_for(weight)
 
     def rows(self, numbers: Tensor, first: int) -> Tensor:
-        """Some of them, (numbers, hidden); zeros for numbers that none has.
+        """Take rows by number, (numbers, hidden); zeros for numbers that none has.
 
         Args:
             numbers: int64.
@@ -94,11 +93,9 @@ class Rows:
 
 
 def embedded_among(tokens: Tensor, rows: Tensor, first: int) -> Tensor:
-    """Embeddings, (tokens, hidden), of those tokens that are among a rank's rows of the embedding; 0 for the others.
+    """Look up tokens, (tokens,), among a rank's rows of the embedding, (rows, hidden); 0 for tokens of others.
 
     Args:
-        tokens: (tokens,).
-        rows: (rows, hidden), perhaps none.
         first: the token id of the first row.
     """
     if not len(rows):
@@ -109,17 +106,15 @@ def embedded_among(tokens: Tensor, rows: Tensor, first: int) -> Tensor:
 
 
 class Vocabulary:
-    """A rank's rows of the embedding and of the output head, the same ones where these are tied.
-
-    Every rank calls the same methods in the same order.
+    """A rank's rows of the embedding and of the output head; every rank calls the same methods in the same order.
 
     Attributes:
         rows: of each rank; the last ranks may have fewer, or none.
         first: the token id of this rank's first row.
         like: a tensor of the embedding's dtype, on its device.
         embedding: its rows, (rows, hidden).
-        head: the product with the head: (tokens, hidden) to (tokens, rows). It has the rows of an embedding that it
-            is tied to where kernels can read them there: products are faster with weights that are packed.
+        head: the product with the head: (tokens, hidden) to (tokens, rows). Tied, it shares the embedding's rows where
+            kernels can read them packed.
     """
 
     def __init__(self, source: ModelWeights, plan: Plan, device: torch.device, peers: Peers) -> None:
@@ -145,14 +140,14 @@ class Vocabulary:
         self._bias = read(source, plan, device, bias, bounds) if bias in source else None
 
     def shared_with(self, plan: Plan, peers: Peers) -> Vocabulary:
-        """The same rows for another program on the same ranks."""
+        """Share the rows with another program on the same ranks."""
         other = copy(self)
         other.plan = plan
         other.peers = peers
         return other
 
     def with_head(self, source: ModelWeights, plan: Plan, device: torch.device) -> Vocabulary:
-        """The same rows, with the head that other weights have, or the embedding for one where they have none."""
+        """Share the rows, with the head of other weights, or the embedding for one where they have none."""
         other = copy(self)
         head = f"{plan.family.head}.weight"
         bias = f"{plan.family.head}.bias"
@@ -168,7 +163,7 @@ class Vocabulary:
         return other
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """The embeddings of tokens (tokens,), whole on every rank: (tokens, hidden)."""
+        """Embed tokens, (tokens,), whole on every rank: (tokens, hidden)."""
         own = self.embedding.rows(tokens, self.first)
         if self.plan.ranks == 1:
             return own
@@ -184,7 +179,7 @@ class Vocabulary:
         return softcap(logits, self.plan.arithmetic.logit_softcap)
 
     def gather(self, own: Tensor) -> Tensor:
-        """Logits over the whole vocabulary, (tokens, vocabulary), from each rank's own."""
+        """Gather each rank's logits to (tokens, vocabulary)."""
         missing = self.rows - own.shape[-1]
         padded = own
         if missing:
@@ -192,7 +187,7 @@ class Vocabulary:
         return torch.cat(list(self._gathered(padded)), -1)[..., : self.plan.vocabulary]
 
     def score(self, own: Tensor, targets: list[int], top: int) -> list[TokenLogprob]:
-        """How likely a target is by each token's logits, of which this rank has its own."""
+        """Score targets, one of each row of this rank's logits."""
         return score(own, self.first, self.rows, targets, top, self._gathered)
 
     def _gathered(self, part: Tensor) -> Tensor:
@@ -201,8 +196,7 @@ class Vocabulary:
     def best(self, own: Tensor) -> Tensor:
         """The most likely token of each text, (texts,), from each rank's own logits, (texts, rows).
 
-        It is UNDEFINED where the highest logit is not finite: NaN counts as higher than any number. Nothing waits for
-        a GPU.
+        UNDEFINED where the highest logit is not finite: NaN counts as higher than any number. Nothing waits for a GPU.
         """
         kernels = kernels_for(own) or triton_kernels_for(own)
         if own.shape[-1]:
@@ -226,20 +220,19 @@ def score(
 ) -> list[TokenLogprob]:
     """The log-probability of a target token under each row of logits, and those of the most likely tokens there.
 
-    A prompt has many tokens, and logits of a whole vocabulary for each of them would be most of what ranks send. Each
-    rank sends three kinds of numbers instead: the logarithm of its own share of the softmax's denominator, its own
-    logit of the token in question, and its own highest logits.
+    To spare logits of a whole vocabulary for each token of a prompt, each rank sends three kinds of numbers: the
+    logarithm of its share of the softmax's denominator, its logit of the target, and its highest logits.
 
     Args:
         own: this rank's logits, (tokens, its part of the vocabulary), the last part perhaps shorter or empty.
         first: the token id that the part begins with.
         rows: the length of every part but the last.
-        targets: a token id for each row of `own`; the same on every rank, like all of what is returned.
+        targets: a token id for each row of `own`.
         top: how many of the most likely tokens to report.
         all_gather: joins the ranks' tensors in a new first dimension.
 
     Returns:
-        One for each row; its log-probability is NaN if the row's logits are not finite.
+        One for each row, the same on every rank; its log-probability is NaN if the row's logits are not finite.
     """
     logits = F.pad(own.float(), (0, rows - own.shape[-1]), value=-torch.inf)
     at = torch.tensor(targets, device=own.device)[:, None] - first

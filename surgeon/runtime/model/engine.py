@@ -1,8 +1,7 @@
 """A rank's engine: it runs a model's program with the one executor, for many sequences in one pass.
 
-A pass is a list of rows, each the next tokens of one sequence: one token of a text that is being continued, or a chunk
-of a prompt. Ranks keep nothing about sequences but their keys and values; which rows a pass has is decided on rank 0
-and sent to the others (worker.py). `ways_through` says which ways of computing passes there are for a model.
+A pass is a list of rows, each the next tokens of one sequence: one token of a text that is continued, or a chunk of a
+prompt. Ranks keep nothing about sequences but their keys and values; rank 0 decides which rows a pass has (worker.py).
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ LEAST_CAPABILITY = 8  # of GPUs, for products in bfloat16
 
 @dataclass
 class Figures:
-    """What passes have cost: those with tokens of prompts, those that continue sequences, and those that draft."""
+    """The cost of passes with tokens of prompts, of those that continue sequences, and of those that draft."""
 
     prefill: Phase = field(default_factory=Phase)
     decode: Phase = field(default_factory=Phase)
@@ -46,12 +45,12 @@ class Figures:
 
 
 class RankEngine:
-    """What computes passes of a model on one rank, for many sequences at a time.
+    """An engine of passes over many sequences, on one rank.
 
     Attributes:
-        model: the slices of it that this rank holds, and the collectives that make them whole.
-        figures: what all passes so far have cost; may be replaced.
-        drafter: the engine of the program that drafts tokens, if any; it has the cache of this one, no weights twice.
+        model: this rank's part of it.
+        figures: the cost of all passes so far; may be replaced.
+        drafter: the engine of the program that drafts tokens, if any, on the cache of this one and its weights.
         ways: through a pass; the first that fits its rows computes it.
     """
 
@@ -79,12 +78,12 @@ class RankEngine:
         self._reusable: tuple[PagedCache, bool] | None = None  # whether it is grouped
 
     def new_cache(self, blocks: int, texts: int = 1, grouped: bool = False) -> PagedCache:
-        """An empty cache for the attentions of this rank's work.
+        """Make an empty cache for the attentions of this rank's work.
 
         Args:
             texts: that are going to be computed together; with more of them its buffers grow.
-            grouped: whether attentions with a window keep no more than that (`cache_groups`); rows have blocks in
-                each group then. Otherwise a row's blocks are those of all attentions.
+            grouped: whether attentions with a window keep no more than that (`cache_groups`), and rows have blocks in
+                each group; otherwise a row's blocks are those of all attentions.
         """
         heads = self.model.kv_heads()
         rebuilds = self.model.rebuilds()
@@ -106,12 +105,9 @@ class RankEngine:
         return groups.slots[self.model.peers.rank], groups.windows
 
     def reusable_cache(self, blocks: int, grouped: bool = False) -> PagedCache:
-        """A cache of at least so many blocks, for when all that used the one returned before have ended.
+        """Give a cache of at least so many blocks, when all that used the one given before have ended.
 
-        It is the same one if it can be, where ways through a pass hold its address.
-
-        Args:
-            grouped: as of `new_cache`.
+        The same one if possible, where ways through a pass hold its address.
         """
         if not any(way.holds_caches for way in self.ways):
             return self.new_cache(blocks, grouped=grouped)
@@ -122,7 +118,7 @@ class RankEngine:
         return self._reusable[0]
 
     def forget_cache(self) -> None:
-        """Give back the memory of the reusable cache; passes that were recorded with it are forgotten, too."""
+        """Free the reusable cache, and the passes that were recorded with it."""
         self._reusable = None
         gc.collect()
         if self.device.type == "cuda":
@@ -130,7 +126,7 @@ class RankEngine:
 
     @torch.inference_mode()
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
-        """One forward pass, which extends the cache."""
+        """Compute one pass, which extends the cache."""
         with self._counted(self._phase(rows), rows):
             return self._way(rows).step(rows, cache)
 
@@ -139,7 +135,7 @@ class RankEngine:
         return [rows for way in self.ways for rows in way.passes_to_record(cache, texts)]
 
     def record_ahead(self, rows: Sequence[Row], cache: PagedCache) -> None:
-        """One of these passes, which counts as none."""
+        """Compute one of these passes, which counts as none."""
         figures = self.figures
         self.figures = Figures()
         self.step(rows, cache)
@@ -148,7 +144,7 @@ class RankEngine:
 
     @torch.inference_mode()
     def draft(self, rows: Sequence[Row], cache: PagedCache) -> Results:
-        """One pass of the drafter, which drafts a token of each of some texts.
+        """Compute one pass of the drafter, which drafts a token of each of some texts.
 
         Rows of tokens that the model has computed (`Row.known`) bring the drafter the keys and values that are its own.
         """
@@ -161,7 +157,7 @@ class RankEngine:
             return self.drafter._way(rows).step(rows, self._lent[cache])
 
     def _drafts_own(self) -> tuple[int, ...]:
-        """Which of the drafter's attentions have slots of their own."""
+        """The drafter's attentions with slots of their own."""
         if self.plan.draft is None:
             return ()
         return self.plan.draft.own[self.model.peers.rank]
@@ -195,7 +191,7 @@ class RankEngine:
 
     @torch.inference_mode()
     def logits(self, rows: Sequence[Row], cache: PagedCache) -> Tensor:
-        """One forward pass; logits of all its tokens, (tokens, vocabulary), on every rank."""
+        """Compute one pass; logits of all its tokens, (tokens, vocabulary), on every rank."""
         self.model.peers.counts = self.figures.prefill
         return self.model.vocabulary.gather(self._way(rows).logits(rows, cache))
 

@@ -1,9 +1,9 @@
 """Linear maps of one input, as one matrix product each or by two factors, and how weights lie in memory for that.
 
-On x86 processors in float32 a weight is packed once, for this package's own kernel (runtime/kernels), which for few
+On x86 processors in float32 a weight is packed once for this package's own kernel (runtime/kernels), which for few
 tokens is faster than oneDNN's, a tenth slower for hundreds (scripts/bench/cpu_kernels.py), and waits for no thread that
-another process keeps from its core. Other weights lie transposed on CPUs, and as they are stored, (out_features,
-in_features), on GPUs, where a kernel that reads each row once multiplies one token or two (docs/gpus.md).
+another process keeps from its core. Other weights lie transposed on CPUs, and as stored, (out_features, in_features),
+on GPUs, where a kernel that reads each row once multiplies one token or two (docs/gpus.md).
 
 Shapes: T tokens of a pass.
 """
@@ -38,12 +38,7 @@ class Transposed:
             self._kernels = triton_kernels_for(weight)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """Inputs (T, in_features) to (T, out_features).
-
-        Args:
-            bias: (out_features,), added.
-            out: where to write it.
-        """
+        """Multiply inputs, (T, in_features), to (T, out_features), written to `out` if given."""
         if self._kernels is not None and 0 < len(x) <= FEW and x.stride(1) == 1:
             return self._kernels.product(x, self.weight.t(), bias, out)
         if bias is None:
@@ -74,23 +69,14 @@ class Panels:
         last.view(inputs, filled - whole).copy_(F.pad(weight[whole:].t(), (0, filled - outputs)))
 
     def __call__(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """Inputs (T, in_features) to (T, out_features), in memory of its own.
-
-        Args:
-            bias: (out_features,), added.
-        """
+        """Multiply inputs, (T, in_features), to (T, out_features)."""
         assert out is None, "products with packed weights make their own memory"
         if x.stride(1) != 1:
             x = x.contiguous()
         return self._kernels.product(x, self.weight, self._shape[0], bias)
 
     def rows(self, numbers: Tensor, first: int) -> Tensor:
-        """Some of its rows, (numbers, in_features).
-
-        Args:
-            numbers: int64; for those that no row has there are zeros.
-            first: the number of the first row.
-        """
+        """Take rows by number, (numbers, in_features); zeros for numbers that none has."""
         return self._kernels.packed_rows(self.weight, self._shape, numbers, first)
 
 
@@ -98,7 +84,7 @@ Product = Transposed | Panels
 
 
 def laid_out(weight: Tensor, packs: bool = True) -> Product:
-    """A weight, (out_features, in_features), as products with it are fastest.
+    """Lay out a weight, (out_features, in_features), as products with it are fastest.
 
     Args:
         packs: False where products are to be written to memory that there is already, which packed weights cannot.
@@ -130,8 +116,8 @@ class Linear:
     Args:
         weights: (out_features, in_features) each.
         biases: (out_features,) each, or None.
-        scale: what the output is multiplied by, if anything.
-        packs: whether products never have to go to memory that there is already (`products.laid_out`).
+        scale: of the output, if any.
+        packs: as of `laid_out`.
     """
 
     def __init__(
@@ -146,7 +132,7 @@ class Linear:
             self.bias = torch.cat(filled)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """(T, in_features) to (T, all out_features), in a new tensor or in one that there is."""
+        """(T, in_features) to (T, all out_features)."""
         y = self.product(x, self.bias, out)
         if self.scale is None:
             return y
@@ -159,16 +145,16 @@ def whole_map(tensors: Tensors, roles: list[str], scale: float | None = None) ->
 
 
 def second_factor(tensors: Tensors, role: str, packs: bool = True) -> Linear:
-    """What makes a projection's output of what its first factor gives, the bias with it."""
+    """The second factor of a projection, with its bias."""
     return Linear([tensors[f"{role}.second.weight"]], [tensors.get(f"{role}.bias")], packs=packs)
 
 
 def is_factored(role: str, tensors: Tensors) -> bool:
-    """Whether a projection is two factors."""
+    """Tell whether a projection is two factors."""
     return f"{role}.first.weight" in tensors
 
 
 def count_outputs(tensors: Tensors, role: str) -> int:
-    """How many features a projection gives."""
+    """Count the features that a projection gives."""
     last = f"{role}.second.weight"
     return tensors[last if last in tensors else f"{role}.weight"].shape[0]

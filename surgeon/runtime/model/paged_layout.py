@@ -1,13 +1,10 @@
 """Attention over a paged cache for sequences of any lengths at once.
 
-The tokens of one forward pass lie one after another, whichever sequences they belong to. All but attention treats
-every token alike. In float32 on CPUs the kernels (runtime/kernels) read blocks where they lie, those of all sequences
-that add one token in one call; those for GPUs do the latter. Elsewhere attention goes through the sequences one by one,
-which on a CPU is faster than padding them to one length: a sequence in one run of blocks is read where it lies, as a
-view; for one in several runs they are gathered first, which costs about a fifth more time than a view (padding costs
-several times as much).
-
-An attention with a window reads the window's keys only: for one more token of a sequence a shorter view.
+The tokens of one forward pass lie one after another; all but attention treats every token alike. In float32 on CPUs the
+kernels (runtime/kernels) read blocks where they lie, those of all sequences that add one token in one call; those for
+GPUs do the latter. Elsewhere attention goes through the sequences one by one, which on a CPU is faster than padding
+them to one length: one run of blocks is a view; several are gathered first, which costs about a fifth more time
+(padding several times as much). An attention with a window reads the window's keys only.
 
 Shapes: T tokens of the pass, D head_dim, H heads and K KV heads of a slice, N tokens of a sequence so far, R the ranks
 of k and v together.
@@ -33,18 +30,13 @@ from surgeon.runtime.model.rotary import AllAngles
 
 
 class PagedLayout:
-    """Where the tokens of one pass are, in the stream and in the cache.
+    """The places of one pass's tokens, in the stream and in the cache.
 
     Attributes:
         positions: of the tokens, each in its sequence.
     """
 
     def __init__(self, rows: Sequence[Row], cache: PagedCache, angles: AllAngles = ()) -> None:
-        """Find the places.
-
-        Args:
-            angles: of all positions up to the last one.
-        """
         self.cache = cache
         self._parts: list[_Singles | _Text] = []
         positions = []
@@ -70,7 +62,7 @@ class PagedLayout:
         """Put new keys and values into a slot; queries (T, H, D) to attended values (T, H * D).
 
         Args:
-            kept: keys and, behind them, values, (T, 2 * K, D), or what they are rebuilt of, (T, R).
+            kept: keys and, behind them, values, (T, 2 * K, D), or the numbers they are rebuilt of, (T, R).
         """
         self._keep(slot, kept)
         attended = [part.attend(slot, queries, kept, weighting) for part in self._parts]
@@ -96,7 +88,7 @@ class PagedLayout:
 
 
 class _Written(NamedTuple):
-    """Which tokens of a pass are put into the cache, and where.
+    """The tokens of a pass that are put into the cache.
 
     Attributes:
         tokens: None for all.
@@ -131,11 +123,7 @@ class _Written(NamedTuple):
 
 
 class _Singles:
-    """Rows of a pass, one after another, that have one token each: texts that are being continued.
-
-    Attributes:
-        texts: of the rows.
-    """
+    """Consecutive rows of one token each: texts that are continued."""
 
     def __init__(self, first: int, text: _Text, cache: PagedCache) -> None:
         self.texts = [text]
@@ -226,14 +214,14 @@ class _Text:
         return torch.cat(attended)
 
     def _parts(self, window: Window | None) -> list[slice]:
-        """The row's positions; where there are chunks, those of each chunk, whose tokens look at the same first one."""
+        """The row's positions, cut where a chunk begins: tokens of a chunk look at the same first one."""
         borders = range(0)
         if window is not None and window.chunked:
             borders = range((self.row.start // window.tokens + 1) * window.tokens, self._end, window.tokens)
         return [slice(*part) for part in pairwise((self.row.start, *borders, self._end))]
 
     def _text(self, group: int, window: Window | None, part: slice, first: int) -> TextKeys:
-        """What tokens at some positions read in attentions of a group with such a window."""
+        """The keys that some positions read in attentions of a group with such a window."""
         key = group, window, part.start
         if key not in self._texts:
             places = stretches(self.row.runs[group], first, part.stop)
@@ -250,7 +238,7 @@ class _Text:
         return keys, values
 
     def _mask(self, tokens: int, keys: int, window: Window | None) -> Tensor:
-        """Which of so many keys each of as many tokens as end with the last of them looks at, (tokens, keys)."""
+        """A mask, (tokens, keys), of tokens that end with the last key."""
         key = tokens, keys, window
         if key not in self._masks:
             before = keys - tokens
@@ -261,9 +249,9 @@ class _Text:
         return self._masks[key]
 
     def read_from(self, slot: int, first: int) -> tuple[Tensor, Tensor]:
-        """Those of a slot from a token on, (1, K, N, D) each: views where they lie in one run of blocks, else copies.
+        """A slot's keys and values from a token on, (1, K, N, D) each: views of one run of blocks, else copies.
 
-        Where they have to be rebuilt they last until the next ones.
+        Rebuilt ones last until the next.
         """
         cache = self._cache
         group = cache.group_of[slot]
@@ -301,7 +289,7 @@ def by_head(keys_values: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def as_index(parts: Sequence[slice], device: torch.device) -> Index:
-    """What indexes all of these, one after the other: a slice (whose result is a view) where there is one only."""
+    """An index of all of these in order: a slice (whose result is a view) where there is one only."""
     if len(parts) == 1:
         return parts[0]
     places = [place for part in parts for place in range(part.start, part.stop)]

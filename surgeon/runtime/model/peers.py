@@ -35,7 +35,7 @@ class Phase:
 
     @contextmanager
     def apart(self) -> Iterator[Sent]:
-        """Count what is sent inside apart: the collectives of the layers and of the vocabulary."""
+        """Count the collectives of layers and vocabulary inside apart."""
         before = (self.layers, self.vocabulary)
         sent = (Counts(), Counts())
         self.layers, self.vocabulary = sent

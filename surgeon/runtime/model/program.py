@@ -1,7 +1,7 @@
-"""The part of a program that one rank computes: its weights, whom it exchanges with, and how the executor runs it.
+"""One rank's part of a program: its weights, and how the executor runs it.
 
-What surrounds the program (embedding, cache, batches, output head) is not in it: this package's engine has its own,
-and so has vLLM (vllm_plugin).
+Embedding, cache, batches and output head are not in it: this package's engine has its own, and so has vLLM
+(vllm_plugin).
 """
 
 from __future__ import annotations
@@ -51,15 +51,12 @@ PartKey = tuple[Sublayer, Group, range | None]
 
 
 class RankProgram:
-    """What one rank computes of the plan's program.
-
-    Every rank builds one from the same plan, and all of them then call the same methods in the same order.
+    """One rank's part of the plan's program; every rank makes one, and all call the same methods in the same order.
 
     Attributes:
-        peers: the ranks that it exchanges with.
         graphs: records passes that are captured; None where they are not.
-        passes: how many there have been; of the one being computed, the share of its steps that is done.
-        slots: the attentions among the parts of its work, by their slots of the cache.
+        passes: computed so far; of the current one, the share of its steps that is done.
+        slots: the attentions of its work, by their slots of the cache.
         travelling: nodes whose sums are on their way while something else is computed.
         attended: after how many nodes, and how much of its work, no attention looks at tokens any more.
         machine: makes what runs steps on a group of ranks; may be replaced.
@@ -89,11 +86,7 @@ class RankProgram:
         self.machine: Callable[[RankProgram, Pass, Group, WorkAhead], RankMachine] = RankMachine
 
     def load(self, source: ModelWeights, beside: Iterable[RankProgram] = ()) -> None:
-        """The slices of this rank's work, and what stands behind the sums of every step it has a share in.
-
-        Args:
-            beside: others of this rank with the same weights (`has_weights_of`), whose slices are taken over.
-        """
+        """Load the slices of this rank's work, and what stands behind the sums of its steps."""
         alike = (other.sublayers.items() for other in beside)
         there = {key: made for sublayers in alike for key, made in sublayers if not self.plan.exchanges(key[0])}
         for work in self.work:
@@ -112,7 +105,7 @@ class RankProgram:
                     self.sublayers[key] = there.get(key) or self._part(work, part, source)
 
     def has_weights_of(self, other: RankProgram) -> bool:
-        """Whether another one on this rank reads the same tensors, in the same dtype."""
+        """Tell whether another one on this rank reads the same tensors, in the same dtype."""
         own = self.plan
         others = other.plan
         return (own.folder, own.dtype, self.device) == (others.folder, others.dtype, other.device)
@@ -121,7 +114,7 @@ class RankProgram:
         return {name: tensor.to(self.device) for name, tensor in tensors.items()}
 
     def _step_outputs(self, step: Step, source: ModelWeights) -> StepOutputs:
-        """What stands behind the sums of a step, with the second factors that sums in rank space go through."""
+        """The segments of a step, with the second factors that sums in rank space go through."""
         norms = {index: self.norms[one] for index, one in enumerate(step.sublayers) if one in self.norms}
         seconds: dict[int, LinearMap] = {}
         for index in self._in_rank_space(step):
@@ -143,7 +136,7 @@ class RankProgram:
         return self.plan.family.spec(sublayer.kind, sublayer.layers[0]).projections
 
     def key(self, part: Part) -> PartKey:
-        """The same for parts that have the same weights and exchange the same, which depends on who shares them."""
+        """A key that is the same for parts with the same weights and exchanges."""
         whole = whole_experts(self.plan, part)
         exchanges = self.plan.exchanges(part.sublayer)
         return part.sublayer, part.sharers if exchanges else (), None if whole is None else whole.own
@@ -175,10 +168,7 @@ class RankProgram:
         return FeedForward(tensors, maps, plan)
 
     def _turning(self, sublayer: Sublayer, tensors: Tensors) -> Tensors:
-        """A sublayer's tensors as ranks compute with them: features of heads in the order in which they turn.
-
-        Heads that go through layer norms are centred by their matrices.
-        """
+        """Order features of heads as they turn, and centre heads behind layer norms by their matrices."""
         family = self.plan.family
         if sublayer.kind == ATTENTION and family.attention.gains_each_head and family.norm_kind != "rms":
             tensors = centred(tensors, self.plan.head_dim)
@@ -195,7 +185,6 @@ class RankProgram:
         return MixtureOfExperts(self._here(source.by_role(part.sublayer, dtype, own)), self.plan, whole.own.start)
 
     def _sharing(self, part: Part) -> Sharing:
-        """The ranks that compute slices of a part's sublayer, which are others while passes are recorded."""
         return Sharing(self.peers, part.sharers)
 
     def _maps(self, work: Work, part: Part, tensors: Tensors, later: frozenset[str], based: bool) -> Maps:
@@ -215,7 +204,7 @@ class RankProgram:
         return alone
 
     def _shares_out(self, part: Part, alone: Maps, shared: Maps) -> bool:
-        """Whether first factors are shared out: as the plan says, or as measured once for each shape."""
+        """Tell whether first factors are shared out: as the plan says, or as measured once for each shape."""
         if self.plan.low_rank != "auto":
             return self.plan.low_rank == "gather"
         roles = [one.role for one in self._projections(part.sublayer) if one.reads_stream]
@@ -239,7 +228,7 @@ class RankProgram:
         return self._ways[key]
 
     def _repeatable(self, compute: Callable[[Tensor], object], x: Tensor, by_kernels: bool) -> Callable[[], object]:
-        """Computes once, and gives what does so again as passes will: without Python where they are recorded."""
+        """Compute once, and give what does so again as passes will: without Python where they are recorded."""
         if self.graphs is not None:
             return self.graphs(partial(compute, x))
         kernels = kernels_for(x)
@@ -265,15 +254,15 @@ class RankProgram:
         return [part.sublayer for part in self.slots]
 
     def kv_heads(self) -> list[int]:
-        """How many KV heads this rank has of each, once they are loaded."""
+        """The KV heads that this rank has of each, once they are loaded."""
         return [made.kv_heads for made in self._attentions()]
 
     def sinks(self) -> list[Tensor]:
-        """Those of each attention's heads, once they are loaded; none where they have no such."""
+        """The sinks of each attention's heads, once they are loaded."""
         return [made.weighting.sinks for made in self._attentions() if made.weighting.sinks is not None]
 
     def rebuilds(self) -> dict[int, Rebuild]:
-        """What makes keys and values of what is cached, by slot, where that is in rank space."""
+        """Makers of keys and values by slot, where the cache is in rank space."""
         return {slot: made.rebuild for slot, made in enumerate(self._attentions()) if made.rebuild is not None}
 
     def _attentions(self) -> list[Attention]:
@@ -281,13 +270,13 @@ class RankProgram:
         return [made for made in found if isinstance(made, Attention)]
 
     def run(self, state: State, shared: Pass) -> State:
-        """The state after the program; what its last node left pending may be on its way still."""
+        """Run the program; what its last node left pending may be on its way still."""
         return self._run(self.nodes, self.work, [state], [shared])[0]
 
     def _run(
         self, nodes: Sequence[Node], work: Sequence[Work], states: Sequence[State], passes: Sequence[Pass]
     ) -> Sequence[State]:
-        """Some nodes, of which the work begins with this; of parts of a batch that take turns."""
+        """Run nodes whose work begins with this, for parts of a batch that take turns."""
         machines = [self.machine(self, shared, self.peers.everybody, WorkAhead(work)) for shared in passes]
         return in_turn(nodes, states, machines)
 
@@ -295,15 +284,15 @@ class RankProgram:
         """The stream after the program, (tokens, hidden).
 
         Args:
-            places: of the tokens whose stream is wanted, all by default; of others, nothing is computed behind the last
-                attention, where nobody looks at them any more.
+            places: of the tokens whose stream is wanted, all by default; for others, nothing is computed behind the
+                last attention.
         """
         return self.streams_after([stream], [shared], None if places is None else [places])[0]
 
     def streams_after(
         self, streams: Sequence[Tensor], passes: Sequence[Pass], places: Sequence[list[int]] | None = None
     ) -> list[Tensor]:
-        """The same of parts of a batch that take turns."""
+        """Run parts of a batch that take turns; the stream after the program of each."""
         nodes = self.nodes
         states: Sequence[State] = [State(stream) for stream in streams]
         if places is None or all(few == list(range(len(one))) for few, one in zip(places, streams, strict=True)):
@@ -323,7 +312,7 @@ def _of_places(state: State, places: list[int]) -> State:
 
 
 def travelling(nodes: Branch) -> Iterator[Node]:
-    """Late steps, and what comes before one: their sums are under way when something else is computed or sent."""
+    """Late steps and the nodes before them: their sums are under way when something else is computed or sent."""
     for node, following in zip_longest(nodes, nodes[1:]):
         if any(isinstance(one, Step) and one.late for one in (node, following)):
             yield node
@@ -333,10 +322,10 @@ def travelling(nodes: Branch) -> Iterator[Node]:
 
 
 class WorkAhead(Iterator[Work]):
-    """A rank's work in the order in which the executor comes to it.
+    """A rank's work in the order of the executor.
 
     Attributes:
-        next: what will come, if anything.
+        next: coming, if any.
     """
 
     def __init__(self, work: Sequence[Work]) -> None:
@@ -354,8 +343,8 @@ class WorkAhead(Iterator[Work]):
 class RankMachine(Machine):
     """One forward pass on one rank, seen from a group of ranks it belongs to.
 
-    Where the rank computes whole sublayers, a norm behind one (Gemma2) is applied here, and the step is reduced like
-    any other. Where it computes slices, `StepOutputs` says what is reduced.
+    A norm behind a whole sublayer (Gemma2) is applied here, and the step is reduced like any other; of slices,
+    `StepOutputs` says what is reduced.
     """
 
     def __init__(self, rank_program: RankProgram, shared: Pass, group: Group, work: WorkAhead) -> None:
@@ -386,7 +375,7 @@ class RankMachine(Machine):
         return part, made(stream, self.shared.waits) if isinstance(made, MixtureOfExperts) else made(stream)
 
     def add(self, stream: Tensor, output: Tensor) -> Tensor:
-        """The sum, normed in the same launch for the part that comes next, if kernels can."""
+        """Add, and norm in the same launch for the part that comes next, if kernels can."""
         if self.work.next is not None:
             parts = self.work.next.parts
         else:

@@ -1,8 +1,7 @@
-"""A whole model on one rank, from tokens to logits: the program, and what lies before and behind it.
+"""A whole model on one rank, from tokens to logits.
 
 `RankModel` knows nothing of passes. Each way of computing one (`Way`) has a file of its own: dynamic.py for whatever
-rows there are, recorded.py and static_decode.py for those that add one token to each text. The engine (engine.py) has
-a model, and chooses among them.
+rows there are, recorded.py and static_decode.py for those that add one token to each text; engine.py chooses.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from surgeon.runtime.plan.specification import CodaPlan, Plan
 
 
 class Results(NamedTuple):
-    """What a pass brings; the same on every rank.
+    """Results of a pass; the same on every rank.
 
     Attributes:
         best: the most likely next token of every row that wants it, or, of drafted rows, the one behind each of their
             tokens; UNDEFINED where the logits are not finite.
         logits: (rows, vocabulary), of those that want logits, as above; None if none does.
-        scores: of every row with targets, how likely each of them is; NaN where the logits are not finite.
+        scores: of the targets of every row with some; NaN where the logits are not finite.
     """
 
     best: list[int]
@@ -50,8 +49,8 @@ class Way(ABC):
     """A way of computing a pass: every rank takes the same one for the same rows.
 
     Attributes:
-        spare_blocks: that a cache has beyond those of texts.
-        holds_caches: whether it goes on having the addresses of the caches that passes were computed with.
+        spare_blocks: of a cache, beyond those of texts.
+        holds_caches: whether it keeps the addresses of the caches that passes were computed with.
     """
 
     spare_blocks = 0
@@ -67,11 +66,11 @@ class Way(ABC):
 
     @abstractmethod
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
-        """One pass, which extends the cache."""
+        """Compute one pass, which extends the cache."""
 
     @abstractmethod
     def logits(self, rows: Sequence[Row], cache: PagedCache) -> Tensor:
-        """The same, but this rank's logits of all tokens, (tokens, its rows); the next pass may overwrite them."""
+        """Compute one pass; this rank's logits of all tokens, (tokens, its rows), which the next one may overwrite."""
 
 
 class RankModel:
@@ -81,20 +80,15 @@ class RankModel:
         peers: the ranks that it exchanges with.
         program: its part of the program.
         vocabulary: its rows of the embedding and of the output head.
-        ends: what becomes of embedded tokens, and the final norm.
         coda: behind the program, if any; the model predicts by it, but where ranks have stretches of the program.
         arriving: of a stretch that embeds no tokens, the stream before it.
-        watcher: takes note of when a recorded pass has computed what spans of it were noted for (`recording.spanned`).
+        watcher: told when a recorded pass has computed its spans (`recording.spanned`).
     """
 
     def __init__(
         self, plan: Plan, collectives: Collectives, device: torch.device, beside: Iterable[RankModel] = ()
     ) -> None:
-        """Load it.
-
-        Args:
-            beside: what this rank has loaded already; weights that are the same are there once.
-        """
+        """Load it; weights of models in `beside`, which this rank has already, are there once."""
         self.plan = plan
         self.device = device
         self.peers = Peers(collectives)
@@ -128,11 +122,11 @@ class RankModel:
         return [self.program, self.coda.program]
 
     def kv_heads(self) -> list[int]:
-        """How many KV heads this rank has of each attention, the coda's among them."""
+        """KV heads that this rank has of each attention, the coda's among them."""
         return [heads for program in self._programs() for heads in program.kv_heads()]
 
     def rebuilds(self) -> dict[int, Rebuild]:
-        """What makes keys and values of what is cached in rank space, by slot, the coda's among them."""
+        """Makers of keys and values of what is cached in rank space, by slot, the coda's among them."""
         rebuilds = self.program.rebuilds()
         if self.coda is not None:
             first = self.coda.first_slot
@@ -150,12 +144,12 @@ class RankModel:
         return tuple(rotation(rotary, tokens, self.vocabulary.like) for rotary in self.plan.arithmetic.rotaries)
 
     def turns_by_position(self, row: Row) -> bool:
-        """Whether a row's tokens turn as in texts that end with them: by no more than their positions."""
+        """Tell whether a row's tokens turn by no more than their positions, as in texts that end with them."""
         long_texts = self.plan.long_texts
         return long_texts is None or row.prompt <= long_texts.beyond or row.start + 1 >= row.prompt
 
     def angles_of(self, rows: Sequence[Row], positions: Index) -> AllAngles:
-        """Rotary angles of the rows' tokens, which have these positions, in the texts that the rows are of."""
+        """Rotary angles of the rows' tokens at these positions, by the lengths of their texts."""
         if all(map(self.turns_by_position, rows)):
             return angles_at(self.angles_up_to(max(row.start + len(row.tokens) for row in rows)), positions)
         spans = [range(row.start, row.start + len(row.tokens)) for row in rows]
@@ -189,12 +183,7 @@ class RankModel:
         attend: Attend,
         attend_raw: AttendRaw | None = None,
     ) -> Tensor:
-        """What a pass gives (`ended`) of one token (texts,) of each of some texts; nothing waits for a GPU.
-
-        Args:
-            angles: of all positions up to the last one.
-            attend, attend_raw: as of a `Pass`.
-        """
+        """Compute one token (texts,) of each of some texts, to `ended`; nothing waits for a GPU."""
         shared = Pass(attend, angles_at(angles, positions), attend_raw, waits=False)
         return self.ended(self.stream_after(self.embedded(tokens, positions), shared))
 
@@ -211,7 +200,7 @@ class RankModel:
         return self.vocabulary.logits(self.ends.final_norm(stream))
 
     def chosen(self, own: Tensor, wanted: Sequence[Wanted]) -> tuple[list[int], Tensor | None]:
-        """The `best` and the `logits` of results, of what is wanted of tokens with these logits, (tokens, rows)."""
+        """Choose the `best` and the `logits` of results, by these logits, (tokens, rows)."""
         best, full = ([at for at, want in enumerate(wanted) if want == kind] for kind in (Wanted.BEST, Wanted.LOGITS))
         if best:
             likeliest = self.vocabulary.best(own if len(best) == len(wanted) else own[best]).tolist()
@@ -221,14 +210,7 @@ class RankModel:
 
 
 class RankCoda:
-    """The coda on one rank; its attentions have the slots of the cache from `first_slot` on, behind the rack's.
-
-    Args:
-        rack: on the same rank.
-
-    Attributes:
-        vocabulary: with the coda's head.
-    """
+    """The coda on one rank; its attentions have the slots of the cache from `first_slot` on, behind the rack's."""
 
     def __init__(self, plan: CodaPlan, rack: RankModel) -> None:
         self.program = RankProgram(plan.plan, rack.peers, rack.device)
@@ -239,7 +221,7 @@ class RankCoda:
         self._norm = final_norm(source, plan.plan, rack.device)
 
     def behind(self, stream: Tensor, shared: Pass, places: list[int] | None = None) -> Tensor:
-        """The stream behind the coda's layers, (tokens, hidden), given that behind the rack, as `stream_after`."""
+        """Run the coda's layers on the stream behind the rack, (tokens, hidden), as `stream_after`."""
 
         def attend(slot: int, queries: Tensor, kept: Tensor, weighting: Weighting) -> Tensor:
             return shared.attend(self.first_slot + slot, queries, kept, weighting)

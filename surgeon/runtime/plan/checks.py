@@ -1,4 +1,4 @@
-"""Checking that a model can run on so many ranks, and planning it, before any rank starts.
+"""Checks that a model can run on so many ranks, and its plan, before any rank starts.
 
 Only this module of the runtime needs `transformers`; ranks start faster without it.
 """
@@ -79,8 +79,7 @@ def make_plan(
         max_tokens: tokens of prompt and output together; None for as many as the model takes.
         program: run this one instead of the checkpoint's own.
         device: "cpu" or "cuda".
-        sliced: as `Plan.sliced`.
-        halves: as `Plan.halves`.
+        sliced, halves: as of `Plan`.
         ways: how it is computed.
 
     Raises:
@@ -201,7 +200,7 @@ def arithmetic_of(stored: StoredModel, layers: int, max_tokens: int) -> Arithmet
 
 
 def mixture_size(source: ModelWeights, layer: int) -> MixtureSize | None:
-    """How many experts a layer stores, and of how many neurons; None where it is no mixture."""
+    """The experts of a stored layer; None where it is no mixture."""
     experts = source.stored_experts(layer)
     if experts is None:
         return None
@@ -209,7 +208,7 @@ def mixture_size(source: ModelWeights, layer: int) -> MixtureSize | None:
 
 
 def _chosen(ways: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-    """All ways by name, "auto" where nothing is chosen."""
+    """Check all ways; "auto" where nothing is chosen."""
     for name, wanted in ways.items():
         what, known = WAYS[name]
         if wanted not in known:
@@ -294,7 +293,7 @@ def _activation(config: Any, family: Family) -> str:
 
 
 def _whole_keys(kv: str, max_tokens: int) -> str:
-    """What is kept of keys where these turn by the length of their text: they cannot be made again of anything else."""
+    """Refuse rank space for keys that turn by the length of their text, and cannot be made again."""
     if kv == "lowrank":
         raise ValueError(
             f"rotary positions depend on the length of a text here, up to {max_tokens} tokens, and keys in rank space "
@@ -327,7 +326,7 @@ def rotaries_by_layer(config: Any, family: Family, layers: int, max_tokens: int)
 
 
 def places_among(rotaries: tuple[Rotary, ...], by_layer: Sequence[Rotary | None]) -> tuple[int | None, ...]:
-    """Which of them each layer has; nothing where all have the first, or there are none."""
+    """Each layer's place among rotary positions; nothing where all have the first, or there are none."""
     places = tuple(None if one is None else rotaries.index(one) for one in by_layer)
     if rotaries and any(place != 0 for place in places):
         return places
@@ -335,7 +334,6 @@ def places_among(rotaries: tuple[Rotary, ...], by_layer: Sequence[Rotary | None]
 
 
 def _softcap(config: Any, attribute: str | None) -> float | None:
-    """The bound of scores or logits that the configuration sets, if the family has one."""
     bound = None
     if attribute is not None:
         bound = getattr(config, attribute)

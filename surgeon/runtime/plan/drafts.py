@@ -1,11 +1,10 @@
 """The plan of a model that has tokens drafted by another program over its own weights, or by its first rack's coda.
 
-What a draft's attention reads of the text so far are the keys and values that the model's program has cached, where
-that caches on the same rank, of the same layer, the same KV heads in the same way; what the draft adds of its tokens is
-overwritten when these are verified. An attention without such a counterpart (averages of layers, a layer's second
-time, whole layers or tracks on a rank that has slices of the model's) has a slot of its own behind the model's. A view
-of some heads of a slot would save that for tracks: but the keys and values of a slot are one piece of memory for every
-kernel, and those of some heads would be two.
+A draft's attention reads the keys and values that the model's program has cached, where that caches on the same rank,
+of the same layer, the same KV heads in the same way; the draft's own tokens there are overwritten when these are
+verified. An attention without such a counterpart (averages of layers, a layer's second time, whole layers or tracks on
+a rank that has slices of the model's) has a slot of its own behind the model's, as a view of some heads of a slot would
+be two pieces of memory.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ Kept = tuple[tuple[int, int], tuple[int, int] | None]  # the KV heads, and numbe
 
 
 def with_draft(plan: Plan, model: str | Path | StoredModel, draft: Program | str) -> Plan:
-    """A model's plan, with a program over the same weights that drafts tokens.
+    """Add a program over the same weights that drafts tokens to a model's plan.
 
     Its steps lie on ranks as the model's own do, where that leaves it fewer keys of its own: in slices where it can,
     also of sublayers that share an input and that ranks would have whole.
@@ -61,11 +60,7 @@ def with_draft(plan: Plan, model: str | Path | StoredModel, draft: Program | str
 
 
 def require_shared(draft: DraftPlan, why: str) -> Plan:
-    """The plan of a draft whose attentions all use the model's keys and values.
-
-    Args:
-        why: they have to, for who reads that one has its own.
-    """
+    """Give the plan of a draft, refused where an attention has keys and values of its own, and why."""
     for rank, own in enumerate(draft.own):
         for work in work_of(draft.plan, rank):
             for part in (part for part in work.parts if part.slot in own):
@@ -78,7 +73,7 @@ def require_shared(draft: DraftPlan, why: str) -> Plan:
 
 
 def named_draft(text: str) -> str:
-    """What a draft is named by: a program over the model's weights, or a variant of the model."""
+    """Check the name of a draft: a program over the model's weights, or a variant of the model."""
     if is_program(text) or (is_variant(text) and text not in RUN_OTHERWISE):
         return text
     raise ValueError(
@@ -89,12 +84,7 @@ def named_draft(text: str) -> str:
 
 
 def draft_beside(plan: Plan, source: Sizes, make: Callable[[bool], Plan]) -> DraftPlan:
-    """A draft whose steps lie on ranks as those of the model's plan do.
-
-    Args:
-        source: how large the model's matrices are.
-        make: the draft's own plan, given whether it is sliced (`Plan.sliced`).
-    """
+    """A draft whose steps lie on ranks as those of the model's plan do; `make` plans it, given whether it is sliced."""
     found = list[DraftPlan]()
     reasons = list[ValueError]()
     for sliced in (True, False):
@@ -113,7 +103,7 @@ def draft_beside(plan: Plan, source: Sizes, make: Callable[[bool], Plan]) -> Dra
 
 
 def _slots(plan: Plan, draft: Plan, source: Sizes, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The slots of the cache that a draft's attentions use on a rank, and which of these attentions have their own."""
+    """A draft's cache slots on a rank, and the numbers of its attentions with their own."""
     there = {place: (slot, kept) for slot, (place, kept) in enumerate(_attentions(plan, source, rank))}
     slots = list[int]()
     own = list[int]()
@@ -127,7 +117,7 @@ def _slots(plan: Plan, draft: Plan, source: Sizes, rank: int) -> tuple[tuple[int
 
 
 def _attentions(plan: Plan, source: Sizes, rank: int) -> Iterator[tuple[Place, Kept]]:
-    """A rank's attentions by slot: their place in the program, and what is kept of each."""
+    """A rank's attentions by slot: their place in the program, and their numbers in the cache."""
     seen: Counter[tuple[tuple[int, ...], int | None]] = Counter()
     for work in work_of(plan, rank):
         for part in work.parts:
@@ -140,10 +130,9 @@ def _attentions(plan: Plan, source: Sizes, rank: int) -> Iterator[tuple[Place, K
 
 
 def with_coda(plan: Plan) -> Plan:
-    """A checkpoint's plan, with its first rack and the rack's coda as the draft.
+    """Add a checkpoint's first rack and the rack's coda as the draft to its plan.
 
-    What the rack's attentions cache of a token is what the whole program caches; the coda's have slots of their own
-    behind those of the program.
+    The rack's attentions cache for the whole program; the coda's have slots of their own behind those of the program.
     """
     plan = replace(plan, kv="lowrank" if plan.kv == "lowrank" else "full")
     nodes, coda = first_rack(plan)
@@ -168,7 +157,7 @@ def with_coda(plan: Plan) -> Plan:
 
 
 def first_rack(plan: Plan) -> tuple[int, CodaPlan]:
-    """How many nodes of a checkpoint's program its first rack has, and the rack's coda."""
+    """Count the nodes of a checkpoint's first rack, and plan the rack's coda."""
     stored = read_codas(plan.folder)
     if stored is None:
         raise ValueError(

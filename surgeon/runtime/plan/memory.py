@@ -1,11 +1,10 @@
-"""How much memory weights and cache will take on every rank, from the shapes in a checkpoint and before any is read.
+"""Memory of weights and cache on every rank, from the shapes in a checkpoint and before any is read.
 
-Attentions are groups by window, with tables of blocks of their own, where that makes room for more texts: what one with
-a window has left behind can be given back only if no attention with the same table needs it. All groups take blocks of
-one size from one cache, so that a group with fewer attentions than others leaves part of its blocks empty; where
-attentions of one window are many and of another few, the many are several groups. Which division holds the most texts
-of the longest kind follows from the counts; often that is no division at all (texts hardly longer than the window, or
-ranks that hold different layers).
+Attentions are groups by window, with tables of blocks of their own, where that makes room for more texts: blocks behind
+a window can be given back only if no attention with the same table needs them. All groups take blocks of one size from
+one cache, so that a group with fewer attentions than others leaves part of its blocks empty; where attentions of one
+window are many and of another few, the many are several groups. The division that holds the most texts of the longest
+kind follows from the counts; often that is no division at all.
 """
 
 from __future__ import annotations
@@ -52,11 +51,11 @@ class CacheGroups:
     slots: tuple[tuple[int, ...], ...]
 
     def width(self, rank: int) -> int:
-        """How many attentions of a rank a block is for."""
+        """The attentions of a rank that a block is for."""
         return max(Counter(self.slots[rank]).values(), default=0)
 
     def room(self, tokens: int) -> int:
-        """What a text of so many tokens takes of all ranks, in blocks of one attention."""
+        """The room of all ranks that a text of so many tokens takes, in blocks of one attention."""
         return text_blocks(tokens, self.windows) * sum(map(self.width, range(len(self.slots))))
 
 
@@ -91,7 +90,7 @@ def cache_groups(plan: Plan) -> CacheGroups:
 
 
 def _divided(windows: list[list[int | None]], different: list[int | None], width: int) -> CacheGroups:
-    """Groups of one window each, and of so many attentions of a rank at most."""
+    """Divide into groups of one window each, and of so many attentions of a rank at most."""
     names: list[int | None] = []
     slots = [[0] * len(own) for own in windows]
     for window in different:
@@ -118,13 +117,13 @@ def _slot_windows(plan: Plan, rank: int) -> list[int | None]:
 class Footprint:
     """Bytes by rank, without norms and biases, a thousandth of it, and without what packing fills up.
 
-    That is up to 15 rows of each matrix (`products.Panels`): much only of narrow factors.
+    Packing fills up to 15 rows of each matrix (`linear.Panels`): much only of narrow factors.
 
     Attributes:
         weights: matrices, embedding and head.
-        kept: what a block holds of each attention, by slot.
-        buffers: what it takes to read one block of a cache in rank space, and to make keys and values of it.
-        copies: what it takes to copy one block of the widest attention's keys and values (`Plan.gathers`).
+        kept: by slot, of each attention in a block.
+        buffers: to read one block of a cache in rank space, and to make keys and values of it.
+        copies: of one block of the widest attention's keys and values (`Plan.gathers`).
         groups: of the attentions; a block has room for those of any one of them.
     """
 
@@ -146,7 +145,7 @@ class Footprint:
         return tuple(widest)
 
     def blocks(self, texts: int, tokens: int, together: int) -> int:
-        """How many blocks so many texts of so many tokens take, of which `together` are computed in one pass."""
+        """Count the blocks of so many texts of so many tokens, of which `together` are computed in one pass."""
         windows = self.groups.windows
         return texts * text_blocks(tokens, windows) + pass_blocks(min(texts * tokens, together), windows)
 
@@ -155,11 +154,7 @@ Sizes = ModelWeights | ModelShapes  # what says how large matrices are: weights,
 
 
 def footprint(plan: Plan, source: Sizes | None = None) -> Footprint:
-    """What ranks will hold for a plan.
-
-    Args:
-        source: of the sizes; by default the plan's checkpoint.
-    """
+    """Count what ranks will hold for a plan, by its checkpoint's sizes if no others are given."""
     source = source or open_weights(plan.folder, plan.family, plan.head_dim)
     if plan.stretches:
         each = [footprint(plan.of_rank(rank)[0], source) for rank in range(plan.ranks)]
@@ -207,7 +202,7 @@ def _side_by_side(one: Footprint, other: Footprint) -> Footprint:
 
 
 def _numbers_beside(plan: Plan, other: Plan, source: Sizes, rank: int) -> int:
-    """How many numbers a rank has of another program's matrices that it does not have of a plan's own."""
+    """Count a rank's numbers of another program's matrices that are not a plan's own."""
     own, more = (
         {(part.sublayer, len(part.sharers)) for work in work_of(one, rank) for part in work.parts}
         for one in (plan, other)
@@ -216,12 +211,11 @@ def _numbers_beside(plan: Plan, other: Plan, source: Sizes, rank: int) -> int:
 
 
 def _vocabulary_rows(plan: Plan, matrices: int) -> int:
-    """Rows of the vocabulary that a rank has, in so many matrices."""
     return -(-plan.vocabulary // plan.ranks) * matrices
 
 
 def _program_footprint(plan: Plan, source: Sizes, rows: int) -> Footprint:
-    """What ranks will hold for a plan's program, and of so many rows as wide as the stream."""
+    """Count a plan's program, and so many rows as wide as the stream."""
     block = BLOCK_TOKENS * plan.dtype_bytes  # a number of every token of a block
     weights = []
     kept = list[tuple[int, ...]]()
@@ -266,7 +260,7 @@ def kv_heads(plan: Plan, source: Sizes, attention: Sublayer) -> tuple[int, int]:
 
 
 def numbers_of(plan: Plan, source: Sizes, part: tuple[Sublayer, int]) -> int:
-    """How many numbers the matrices of a rank's part have, given how many ranks share the sublayer."""
+    """Count the numbers of a part's matrices, given how many ranks share the sublayer."""
     sublayer, members = part
     size = plan.mixtures.size(sublayer)
     whole = plan.mixtures.whole_experts(sublayer, members)
@@ -301,15 +295,15 @@ def choose_cache(
     free: Callable[[], int] = free_bytes,
     drafts: int = 0,
 ) -> tuple[Plan, int]:
-    """How many blocks the cache is to have, and the plan, in which memory may have become the limit (`Plan.kv`).
+    """Choose the blocks of the cache, and the plan, in which memory may have become the limit (`Plan.kv`).
 
     Args:
         device: "cpu", where all ranks of a machine share its memory, or "cuda", where each has its own.
         max_batch: where `blocks` is None, as many of the longest sequences have room if the memory does.
-        memory: what weights and cache may take, on this machine together or on each GPU; most of what is free if None.
+        memory: for weights and cache, on this machine together or on each GPU; most of what is free if None.
         local_ranks: how many of the ranks run on this machine; all if None.
-        free: says how much of the memory may be taken where no limit is given: of this machine's (ranks on other
-            machines are taken to have as much), or of the GPU that has least.
+        free: tells the free memory of this machine (ranks on other machines are taken to have as much), or of the GPU
+            that has least.
         drafts: tokens that are drafted for each sequence, and verified in one pass, each as a text of its own.
     """
     here = local_ranks or plan.ranks
@@ -341,7 +335,7 @@ def choose_cache(
 
 @dataclass(frozen=True)
 class Capacity:
-    """How many texts a cache holds at a time.
+    """Texts that a cache holds at a time.
 
     Attributes:
         blocks: of the cache.
@@ -362,7 +356,6 @@ class Capacity:
 
     @classmethod
     def of(cls, plan: Plan, blocks: int, max_batch: int, device: str = "cpu") -> Capacity:
-        """That of a cache of so many blocks."""
         sizes = footprint(plan)
         windows = sizes.groups.windows
         longest = longest_text(blocks, windows, plan.max_tokens)
@@ -371,12 +364,12 @@ class Capacity:
         return cls(blocks, windows, longest, max_batch, PASS_TOKENS[device], weights, cache)
 
     def texts(self, tokens: int) -> int:
-        """How many texts of so many tokens, prompt and output, there is room for; up to `max_batch`, and at least 1."""
+        """Count the texts of so many tokens that there is room for; up to `max_batch`, and at least 1."""
         left = self.blocks - pass_blocks(min(tokens, self.pass_tokens), self.windows)
         return max(1, min(self.max_batch, left // text_blocks(tokens, self.windows)))
 
     def line(self) -> str:
-        """What to tell the user."""
+        """Tell the user."""
         all_ = self.texts(self.longest)
         found = f"{all_} {'text' if all_ == 1 else 'texts'} of up to {self.longest} tokens"
         tokens = self.longest
@@ -388,12 +381,12 @@ class Capacity:
 
 
 class _Room(NamedTuple):
-    """What one machine's CPU, or the GPU that holds the most, has room for.
+    """Room of one machine's CPU, or of the GPU that holds the most.
 
     Attributes:
         weights, block: bytes of the weights, and of a block of the cache.
-        fitting: how many blocks fit beside the weights, and beside the buffers that they need.
-        wanted: how many as many of the longest texts take as are computed together.
+        fitting: blocks that fit beside the weights and their buffers.
+        wanted: blocks of as many of the longest texts as are computed together.
     """
 
     weights: int
@@ -403,11 +396,6 @@ class _Room(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan, device: str, here: int, max_batch: int, allowed: int, drafts: int) -> _Room:
-        """What a plan has, of so many bytes.
-
-        Args:
-            here: how many ranks share the memory of this machine's CPU.
-        """
         sizes = footprint(plan)
         weights, block, buffers, copies = (
             sum(sorted(each)[-here:]) if device == "cpu" else max(each)

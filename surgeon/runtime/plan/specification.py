@@ -1,4 +1,4 @@
-"""What the ranks have to know of a model and the program it is to run."""
+"""The ranks' knowledge of a model and the program it is to run."""
 
 from __future__ import annotations
 
@@ -42,15 +42,14 @@ KvMode = Literal["auto", "full", "lowrank"]
 
 
 class Ways(TypedDict, total=False):
-    """How ranks compute a program; each is "auto" where it is left out.
+    """The ways in which ranks compute a program; each is "auto" where it is left out.
 
     Keys:
         dtype: to compute in, "float32", "bfloat16" or "float16"; auto is that of the stored embedding, but float32 for
             16-bit weights on a CPU.
-        bound: of what queries, keys and values are projected to, if there is one.
-        decoding: how passes that add one token to each text are computed.
-        low_rank: how ranks share matrices that are two factors.
-        kv: what is cached of attentions whose k and v are two factors each.
+        decoding: of passes that add one token to each text.
+        low_rank: of matrices that are two factors.
+        kv: of attentions whose k and v are two factors each.
     """
 
     dtype: str
@@ -205,7 +204,7 @@ class Plan:
     stretch: int | None = None
 
     def of_rank(self, rank: int) -> tuple[Plan, int]:
-        """The plan by which a rank computes, and which rank of that it is: of a pipeline its stretch, on one rank."""
+        """The plan by which a rank computes, and its rank in that: of a pipeline its stretch, on one rank."""
         if not self.stretches:
             return self, rank
         first, end = (0, *self.stretches)[rank : rank + 2]
@@ -236,19 +235,19 @@ class Plan:
         return LongTexts(min(beyond), by_length, self.family.computes_anew)
 
     def window(self, attention: Sublayer) -> int | None:
-        """How many tokens an attention looks at, None for all; of averaged layers the first one's, as everywhere."""
+        """How many tokens an attention looks at, None for all; averaged layers have the first one's."""
         if self.windows:
             return self.windows[attention.layers[0]]
         return None
 
     def exchanges(self, sublayer: Sublayer) -> bool:
-        """Whether ranks that share a sublayer send each other something before it is summed."""
+        """Tell whether ranks that share a sublayer send each other something before it is summed."""
         spec = self.family.spec(sublayer.kind, sublayer.layers[0])
         return spec.norms_all_heads or (bool(sublayer.ranks) and self.mixtures.size(sublayer) is None)
 
     @property
     def can_be_low_rank(self) -> bool:
-        """Whether there is an attention that can keep what its first factors of k and v give.
+        """Whether there is an attention that can keep its first factors' output of k and v.
 
         Of keys that are normed together with those of other ranks these say too little.
         """
@@ -256,12 +255,7 @@ class Plan:
         return not self.family.attention.norms_all_heads and any(map(factor_sizes, attentions))
 
     def kept_factors(self, attention: Sublayer, kv_heads: int) -> tuple[int, int] | None:
-        """How many numbers the first factors of k and v give where an attention keeps these; None for keys and values.
-
-        Args:
-            attention: what a rank computes of it.
-            kv_heads: how many of them that has.
-        """
+        """Sizes of the first factors' output of k and v where an attention keeps it; None for keys and values."""
         sizes = factor_sizes(attention)
         if sizes is None or self.kv == "full" or self.family.attention.norms_all_heads:
             return None
@@ -271,21 +265,18 @@ class Plan:
         return None
 
     def is_static(self, device: str) -> bool:
-        """Whether passes that add one token to each text have fixed shapes on such a device, "cpu" or "cuda"."""
+        """Tell whether passes that add one token to each text have fixed shapes on such a device, "cpu" or "cuda"."""
         chosen = self.decoding == "auto" and device == "cuda" and not self.coda
         return self.decoding == "static" or chosen
 
     def gathers(self, device: str) -> bool:
-        """Whether passes of fixed shapes copy keys and values of all texts: on GPUs, where there are no kernels."""
+        """Tell whether passes of fixed shapes copy all texts' keys and values: on GPUs without kernels."""
         return self.is_static(device) and not used_on(device)
 
     def read_at_once(self, device: str, texts: int) -> tuple[int, int]:
-        """How many texts an attention reads at a time, and at most how many blocks of each.
+        """The texts that an attention reads at a time, and the most blocks of each.
 
         Passes of fixed shapes read all texts at once, and both numbers are powers of two.
-
-        Args:
-            texts: that are computed together.
         """
         blocks = blocks_for(self.max_tokens)
         if self.is_static(device):
@@ -328,7 +319,7 @@ class DraftPlan:
 
 
 def factor_sizes(sublayer: Sublayer) -> tuple[int, int] | None:
-    """The ranks of the matrices k and v of an attention where both are two factors."""
+    """The ranks of an attention's k and v where both are two factors."""
     k = sublayer.rank("k")
     v = sublayer.rank("v")
     if sublayer.kind != ATTENTION or k is None or v is None:
@@ -337,7 +328,7 @@ def factor_sizes(sublayer: Sublayer) -> tuple[int, int] | None:
 
 
 def require_low_rank(*plans: Plan) -> None:
-    """Refuse plans that cannot be run with `Plan.kv` "lowrank", if none of them can."""
+    """Refuse `Plan.kv` "lowrank" if none of the plans can be run with it."""
     if any(plan.can_be_low_rank for plan in plans):
         return
     family = plans[0].family

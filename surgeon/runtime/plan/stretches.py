@@ -1,8 +1,8 @@
 """The plan of a model whose layers lie on ranks one behind the other: a pipeline.
 
-Each rank has a stretch of the program's nodes, as even as they can be by how many numbers its weights have, the head
-and the coda of the first one among them. A program can be cut before any node but a late step, which would read the
-stream as it was within the rank before. Where codas draft, the first stretch is the checkpoint's first rack.
+Each rank has a stretch of the program's nodes, as even as they can be by the numbers of its weights, the head and the
+coda of the first one among them. A program can be cut before any node but a late step, which would read the stream as
+it was within the rank before. Where codas draft, the first stretch is the checkpoint's first rack.
 """
 
 from __future__ import annotations
@@ -23,11 +23,7 @@ from surgeon.words import plural
 
 
 def with_stretches(plan: Plan, ranks: int, drafts: bool) -> Plan:
-    """A plan of one rank as one of so many, each of which has a stretch of the program; of one rank the plan itself.
-
-    Args:
-        drafts: whether the coda of the checkpoint's first rack is to draft, if it has one.
-    """
+    """Divide a plan of one rank into stretches for so many; the coda of the first rack may draft, if it has one."""
     if ranks == 1:
         return plan
     if plan.decoding == "static":
@@ -71,7 +67,7 @@ def with_stretches(plan: Plan, ranks: int, drafts: bool) -> Plan:
 
 
 def even_stretches(costs: Sequence[int], cuts: Sequence[int], ranks: int, first: int = 0) -> tuple[int, ...]:
-    """After how many nodes each of some stretches ends, so that the most costly one costs least.
+    """The node after which each stretch ends, so that the most costly one costs least.
 
     Args:
         costs: of each node.

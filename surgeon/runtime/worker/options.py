@@ -1,4 +1,4 @@
-"""How many ranks there are, on what, and how they are connected; chosen and checked before any of them starts."""
+"""The number of ranks, their device and connection; chosen and checked before any of them starts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RankOptions:
 
     @classmethod
     def of(cls, ranks: int | RankOptions) -> RankOptions:
-        """As given; of a number alone, on GPUs where there is one for each."""
+        """Take options as given; of a number alone, on GPUs where there is one for each."""
         if isinstance(ranks, RankOptions):
             return ranks
         return cls(ranks, "auto")
@@ -75,7 +75,7 @@ def choose_device(wanted: str, ranks: int) -> str:
 
 
 def sees_its_own_gpu() -> bool:
-    """Whether this is one of several processes that see one GPU each, which to them is number 0.
+    """Tell whether this is one of several processes that see one GPU each, which to them is number 0.
 
     Batch systems start them so (`srun --gpus-per-task 1`), and say so by CUDA_VISIBLE_DEVICES.
     """
@@ -84,9 +84,9 @@ def sees_its_own_gpu() -> bool:
 
 
 def choose_collectives(wanted: str, device: str) -> str:
-    """How ranks talk: "shm" (CPU ranks of one machine), "gloo", "nccl" (GPUs); for "auto" the fastest that fits.
+    """Choose "shm" (CPU ranks of one machine), "gloo" or "nccl" (GPUs); for "auto" the fastest that fits.
 
-    With "none" they do not: what they compute is wrong, and its speed tells what communication costs. Ranks of
+    With "none" ranks do not talk: their results are wrong, and their speed tells the cost of communication. Ranks of
     torchrun's have no memory in common, also where they are on one machine: they inherit nothing from each other.
     """
     fitting: tuple[str, ...] = {"cpu": ("shm", "gloo"), "cuda": ("nccl", "gloo")}[device]

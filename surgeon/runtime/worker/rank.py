@@ -1,4 +1,4 @@
-"""What runs in the process of one rank, which `ranks.Ranks` starts (`main`), or torchrun (`be_rank`).
+"""The process of one rank, which `ranks.Ranks` starts (`main`), or torchrun (`be_rank`).
 
 It connects to the other ranks, then runs the functions it is sent, one after the other, until its connection closes.
 """
@@ -44,7 +44,7 @@ _SENDING = threading.Lock()  # a long message is sent in parts
 
 @dataclass(frozen=True)
 class RankSettings:
-    """What a rank is told at its start.
+    """A rank's settings.
 
     Attributes:
         options: those of all ranks.
@@ -61,7 +61,7 @@ class RankSettings:
 
 @dataclass(frozen=True)
 class RankError:
-    """What a rank reports when it cannot go on.
+    """A rank's report that it cannot go on.
 
     Attributes:
         time: of its machine's monotonic clock, which tells a cause from its consequences on other ranks.
@@ -77,13 +77,12 @@ class RankError:
 
 
 class Rank:
-    """What functions that run on a rank are given.
+    """A rank, as functions that run on it are given it.
 
     Attributes:
         collectives: the connection to all ranks.
         engines: by name, for later functions.
-        sender: on rank 0, what it tells all other ranks.
-        receiver: on the other ranks, what they are told.
+        sender, receiver: of messages from rank 0 to all others.
         ring: the connections to the rank before and the next one, once these are there (worker/pipeline.py).
     """
 
@@ -144,7 +143,7 @@ class Rank:
         _send(self._connection, "note", value)
 
     def inbox(self) -> SimpleQueue[Any]:
-        """What the starting process posts from now on; the function that asks for it is the last one of this rank."""
+        """Messages of the starting process from now on; the function that asks for it is the last one of this rank."""
         messages: SimpleQueue[Any] = SimpleQueue()
 
         def read() -> None:
@@ -157,7 +156,7 @@ class Rank:
 
 
 def rank_device(settings: RankSettings) -> torch.device:
-    """What a rank computes on; on GPUs one of its own, or over gloo, which does not mind, one that ranks share."""
+    """The device of a rank: on GPUs one of its own, or over gloo, which does not mind, one that ranks share."""
     device = settings.options.device
     if device == "cpu":
         return torch.device("cpu")
@@ -171,7 +170,7 @@ def rank_device(settings: RankSettings) -> torch.device:
 
 
 def gpu_room(rank: Rank) -> int:
-    """Runs on a rank on a GPU: how many bytes it may take there, where others share the GPU its part of them."""
+    """On a rank on a GPU: how many bytes it may take there, where others share the GPU its part of them."""
     if sees_its_own_gpu():
         sharing = 1
     else:

@@ -42,7 +42,7 @@ OVERLAPS_FROM = 9  # compute capability whose kernels can start while others end
 
 
 class TextBlocks(NamedTuple):
-    """Where one token of each of some texts looks in a cache.
+    """Blocks of a cache that one token of each of some texts reads.
 
     Attributes:
         tables: numbers of blocks, (B, any).
@@ -56,7 +56,7 @@ class TextBlocks(NamedTuple):
 
 
 class Placing(NamedTuple):
-    """What becomes of queries and keys before they are compared.
+    """Norms and turns of queries and keys before they are compared.
 
     Attributes:
         gain: of the norms of heads, if any, (H + K, D) of one piece.
@@ -182,7 +182,6 @@ class TritonKernels:
         queries: int,
         cached: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """Heads that are to be cached go there, the others to `turned`."""
         tokens, all_heads, dim = x.shape
         places, pair = (x, x) if cached is None else cached
         gain, epsilon, angles, squares = placing
@@ -209,7 +208,7 @@ class TritonKernels:
         )
 
     def mean_squares(self, qkv: Tensor, queries: int, keys: int) -> Tensor:
-        """Those of so many features of queries, and of the keys' behind them, of (T, all features): (T, 2), float32."""
+        """Mean squares of so many features of queries, and of the keys' behind them, of (T, all features): (T, 2)."""
         squares = qkv.new_empty(len(qkv), 2, dtype=torch.float32)
         self.launch(
             "mean_squares",
@@ -284,11 +283,7 @@ class TritonKernels:
         return best, places
 
     def gate_of(self, activation: str) -> Callable[[Tensor], Tensor] | None:
-        """What makes activated gates times values, (T, width), of both side by side, (T, 2 * width).
-
-        Args:
-            activation: as transformers calls it; for others than those in `ACTIVATIONS` there is None.
-        """
+        """A function to activated gates times values, (T, width), of both, (T, 2 * width); None for no such kernel."""
         if activation not in ACTIVATIONS:
             return None
 
@@ -314,12 +309,11 @@ def _kernels() -> TritonKernels:
 
 
 def triton_kernels_for(tensor: Tensor) -> TritonKernels | None:
-    """The kernels, if tensors like this one are computed with by them."""
+    """Give the kernels, if they compute with tensors like this one."""
     if triton.used_on(tensor.device.type) and tensor.is_floating_point():
         return _kernels()
     return None
 
 
 def _padded(number: int) -> int:
-    """The smallest power of two that is not below it."""
     return 1 << (number - 1).bit_length()
