@@ -101,8 +101,8 @@ class StretchEngine(RankEngine):
     def onward(self, rows: list[Row], cache: PagedCache, stream: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Compute one pass, which extends the cache; the first rank embeds its tokens, others are given a stream.
 
-        Returns the stream behind this rank's stretch and that behind the coda, (tokens, hidden) each, the latter without
-        numbers where there is no coda; the next pass overwrites both.
+        Returns the stream behind this rank's stretch and that behind the coda, (tokens, hidden) each, the latter
+        without numbers where there is no coda; the next pass overwrites both.
         """
         tokens = sum(len(row.tokens) for row in rows)
         way = self._way(rows) if tokens <= ROWS else self.ways[-1]
