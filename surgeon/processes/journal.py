@@ -27,16 +27,15 @@ _SHOWN = 40
 
 
 class Journal(ABC):
-    """JSON values, one a line, each in the file as soon as it is known; what they mean, subclasses say in `take`.
+    """JSON values, one a line, each in the file as soon as it is known; subclasses say in `take` what they mean.
 
-    The first line says what the others depend on; a file of anything else is refused. Empty lines mean nothing, and a
-    last line that was cut off by a kill is dropped. Where the work's result, WORK.json beside it, is there and the
-    journal has lost lines, a warning says that what they held is found again. A subclass sets its own attributes first:
-    its lines are taken in while this constructor runs.
+    The first line says what the others depend on; a file of anything else is refused. A last line that was cut off by a
+    kill is dropped. Where WORK.json, the work's result, is there and the journal has lost lines, a warning says that
+    they are found again. A subclass sets its own attributes first: its lines are taken in while this constructor runs.
 
     Args:
         path: its folder is made if it is not there; None to keep nothing.
-        work: what is done, as the first line and error messages call it ("scan").
+        work: as the first line and error messages call it ("scan").
         identity: what the lines depend on, as JSON values; None for a file without such a first line.
 
     Raises:

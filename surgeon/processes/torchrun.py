@@ -40,10 +40,8 @@ class TorchrunEnvironment:
     """One process among those that torchrun has started.
 
     Attributes:
-        rank: RANK, its number among all.
-        ranks: WORLD_SIZE, how many there are.
-        local_rank: LOCAL_RANK, its number on this machine; also that of its GPU.
-        local_ranks: LOCAL_WORLD_SIZE, how many there are on this machine.
+        rank, ranks: RANK and WORLD_SIZE.
+        local_rank, local_ranks: LOCAL_RANK, also of its GPU, and LOCAL_WORLD_SIZE.
         address: MASTER_ADDR, a name or an address of the machine with rank 0.
         port: MASTER_PORT, of the store through which they find each other.
         hosted: whether that store is torchrun's own; else rank 0 opens it.

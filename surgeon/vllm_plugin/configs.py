@@ -1,10 +1,8 @@
-"""The configurations of program checkpoints, by the `model_type` that their architecture had.
+"""The configurations of program checkpoints, by the `model_type` that their architecture had; nothing needs vLLM.
 
-They are importable by name, because vLLM sends them to its other processes. Nothing here needs vLLM.
-
-vLLM asks of a model that the heads in its configuration divide by the ranks. Of native tracks the configuration has
-those of one track, which may be a single one, and ranks have whole tracks: they share the heads of all tracks that run
-side by side.
+They are importable by name, because vLLM sends them to its other processes. vLLM asks of a model that the heads in its
+configuration divide by the ranks. Of native tracks the configuration has those of one track, and ranks have whole
+tracks: they share the heads of all tracks that run side by side.
 """
 
 from __future__ import annotations

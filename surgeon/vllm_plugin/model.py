@@ -1,9 +1,8 @@
 """A program checkpoint as a model of vLLM: every rank runs its part of the program with the one executor.
 
-Embedding, output head and attention with its cache are vLLM's; this package's runtime computes what lies between, read
-slice by slice from the checkpoint. The number of KV heads may differ between attentions and ranks (a rank may hold a
-whole attention of an LP pair), and a cache has the name of its slot and of that number, so that vLLM finds caches of
-the same name alike on all ranks.
+Embedding, output head and attention with its cache are vLLM's; this package's runtime computes what lies between. KV
+heads may differ in number between attentions and ranks (a rank may hold a whole attention of an LP pair), and a cache
+has the name of its slot and of that number, so that vLLM finds caches of the same name alike on all ranks.
 
 A pipeline stage runs a part of the program's nodes, and hands on the stream together with what is still to be added.
 """

@@ -1,15 +1,15 @@
-"""How the ranks of vLLM's tensor-parallel group add up what they computed.
+"""Sums of what the ranks of vLLM's tensor-parallel group computed.
 
 A ladder's reductions have to travel while the next step computes, and vLLM's own all-reduce waits for the result. So
 programs with late steps reduce on GPUs by vLLM's own on a stream beside the one that computes, on CPUs through memory
 that the processes of one machine share, or by gloo between machines. Other programs take vLLM's own, but shared memory
 where vLLM's CPU ranks have none (they need AVX-512).
 
-Two CPU ranks with other work beside them took, for 2 KB to 256 KB: vLLM's 5 to 55 microseconds, shared memory 20 to 90,
-of which 10 to 35 to start one, gloo 250 to 1,300, of which 50.
+Two busy CPU ranks took, for 2 KB to 256 KB: vLLM's 5 to 55 microseconds, shared memory 20 to 90, of which 10 to 35 to
+start one, gloo 250 to 1,300, of which 50.
 
-`--additional-config '{"surgeon": {"reduce": "torch"}}'` has all go by an asynchronous all-reduce of
-`torch.distributed`: gloo, or NCCL, which no recorded pass may hold.
+`reduce` "torch" has all go by an asynchronous all-reduce of `torch.distributed`: gloo, or NCCL, which no recorded pass
+may hold.
 """
 
 from __future__ import annotations
@@ -109,7 +109,6 @@ class GpuCollectives(Collectives):
     one stream: a communicator is never used by two at once.
 
     Args:
-        ranks: vLLM's tensor-parallel group.
         all_reduce: gives the sum of a tensor over the group's members, by the current stream.
         nccl: vLLM's NCCL communicator between them.
         side: the stream; None for the one that computes.

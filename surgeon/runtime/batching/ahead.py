@@ -1,37 +1,34 @@
 """The number of tokens to draft ahead of each text, by the worth of drafts so far.
 
-A round is some passes of the draft, each of which adds a token to what is drafted, and one pass of the model that
-verifies. If each of k drafted tokens is right with the chance a, given that those before it are, a round adds
+A round is some passes of the draft, each of which drafts a token, and one pass of the model that verifies. If each of k
+drafted tokens is right with the chance a, given that those before it are, a round adds
 
     1 + a + a^2 + ... + a^k
 
 tokens to a text (Leviathan et al. 2023, Fast Inference from Transformers via Speculative Decoding, equation 1), and
-takes k D + V(k + 1) seconds, where D is a pass of the draft and V(n) one of the model over n tokens. Without drafts a
-token takes V(1). So drafts pay where
+takes k D + V(k + 1) seconds, where D is a pass of the draft and V(n) one of the model over n tokens. Drafts pay where
 
     (1 + a + ... + a^k) / (k D + V(k + 1)) > 1 / V(1)
 
-and best with the k for which the left side is greatest. Of several texts computed together these are sums: a further
-token for a text adds a^j to the round, one more text to the draft's pass j, and one more token to the model's. Tokens
-most likely to be right are taken first, as long as tokens per second become more.
+and best with the k for which the left side is greatest. For several texts these are sums: a further token for a text
+adds a^j to the round, one more text to the draft's pass j, and one more token to the model's. Tokens most likely to be
+right are taken first, as long as tokens per second become more.
 
-D, V and a are measured while texts are written: times by the number of tokens in a pass, chances by text, where the
-mean of all texts counts as much as a few tokens. Where nothing pays, nothing is drafted, but for a round now and then,
-in case that has changed; where drafts pay, a pass now and then has none. To ask takes a tenth of a small model's pass
-for eight texts: after a no, it is asked again after 16 passes, or for other texts.
+D, V and a are measured while texts are written: times by tokens in a pass, chances by text, where the mean of all texts
+counts as a few tokens. Where nothing pays, a round is tried now and then; where drafts pay, a pass now and then has
+none. To ask takes a tenth of a small model's pass for eight texts: after a no, it is asked again after 16 passes, or
+for other texts.
 
-Estimates may be wrong, so that the loss by drafts is bounded by an account in seconds. Each drafted token that was
-right earns V(n) / n with n texts; passes of the draft cost what they took, and one of the model its time beyond V(n), a
-mean of the latest passes without drafts, of which there have to be five; an interrupted pass counts as twice what is
-usual. A round is drafted only if its cost where no draft is right is covered by the account, two passes, and 1.5% of
-the time of the latest thousand passes. So at most that is lost, but for what a round takes beyond what was expected:
-larger passes than any before are taken to need time in proportion to tokens, a draft whose time is not known as long as
-the model, and the first pass of a size, which may be recorded, as much longer than the next as others were.
+Estimates may be wrong, so that an account in seconds bounds the loss. Each right draft earns V(n) / n with n texts;
+passes of the draft cost their time, and one of the model its time beyond V(n), a mean of the latest five passes or more
+without drafts; an interrupted pass counts as twice what is usual. A round is drafted only if its cost where no draft is
+right is covered by the account, two passes, and 1.5% of the time of the latest thousand passes. Larger passes than any
+before are taken to need time in proportion to tokens, a draft whose time is not known as long as the model, and the
+first pass of a size, which may be recorded, as much longer than the next as others were.
 
-A draft with keys of its own first computes the tokens it has missed of a text, at the seconds per token of such passes
-or, before there was one, of the model's prompts. That may take as long as twelve passes of the latest thousand, or what
-drafts have won besides, and no longer than they are expected to save on the rest of the text; texts of which least is
-missed come first.
+A draft with keys of its own first computes the tokens it has missed of a text, which may take as long as twelve passes
+of the latest thousand, or the account, and no longer than they are expected to save on the rest of the text; texts of
+which least is missed come first.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
 """Blocks of a cache and the sequences that they belong to: allocation, counted references, shared prefixes.
 
-A cache for keys and values is cut into blocks of as many tokens each. A sequence's `BlockTable` lists its blocks in
-order; a full, computed block can be read by every later sequence that begins with the same tokens. Only full blocks are
-shared and nobody writes to them again, so nothing is copied. A block that nobody uses stays known until its room is
-needed; the least recently used go first, of one sequence the last before the first.
+A sequence's `BlockTable` lists its blocks in order; a full, computed block can be read by every later sequence that
+begins with the same tokens, and is never written again. A block that nobody uses stays known until its room is needed;
+the least recently used go first, of one sequence the last before the first.
 
-Attentions that look back through windows of different sizes are groups, and a sequence has a table for each. All
-groups take their blocks from one pool, so that memory goes to whoever needs it. Blocks that no window reaches any more
-are given back. A sequence shares a prefix where every group knows what the next token looks at: of one with a window
-the last blocks.
+Attentions that look back through windows of different sizes are groups, and a sequence has a table for each; all take
+their blocks from one pool, and give back those that no window reaches any more. A sequence shares a prefix where every
+group knows what the next token looks at: of one with a window the last blocks.
 
 Where it can, the pool hands out consecutive blocks: a new sequence starts in the middle of the widest gap, so that it
 and the one before it can both grow. The keys of such a sequence are a view of the cache.

@@ -1,13 +1,12 @@
 """Passes that follow one another through ranks with stretches of a model.
 
 The scheduler of scheduler.py, but that results come some passes later. Passes go through all ranks in the order in
-which they were sent, so what was sent counts as computed: whoever reads a key later finds it. A text whose newest token
-is on its way waits; meanwhile the next pass takes others. So each has at most the share of one rank of the texts that
-run, and as many passes are on their way as there are ranks.
+which they were sent, so what was sent counts as computed. A text whose newest token is on its way waits; meanwhile the
+next pass takes others. So each has at most the share of one rank of the texts that run.
 
 Where there are fewer texts than ranks and a coda drafts, a greedy text goes on with its drafts, one token in each pass.
-A wrong draft makes all behind it wrong: the text goes on at its place, and what is on its way behind does not count. So
-the tokens are those without drafts.
+Behind a wrong one the text goes on at its place, and later ones on their way do not count: tokens are those without
+drafts.
 """
 
 from __future__ import annotations

@@ -1,26 +1,22 @@
 """Continuous batching: the content of every forward pass, chunks of prompts, admission, preemption, cancellation.
 
-Only rank 0 has a scheduler; the other ranks are sent the rows of each pass. A pass takes, in this order,
+Only rank 0 has a scheduler. A pass takes, in this order,
 
-1. one token of every sequence that is being continued, the oldest first, and behind it those that were drafted;
-2. the next chunk of every prompt that has been begun, as far as the budget of tokens goes;
-3. the first chunk of waiting requests, first come, first served: nobody is let past one that does not fit yet.
+1. one token of every sequence that is being continued, the oldest first, and behind it those that were drafted; 2. the
+next chunk of every prompt that has been begun, as far as the budget of tokens and free blocks go; 3. the first chunk of
+waiting requests, first come, first served: nobody is let past one that does not fit yet.
 
 A request is let in when there are free blocks for all its tokens so far, and for what it and all running ones are
-expected to add: of their limits the share that the newest requests have come to (`Expectation`), at first all of it; of
-running ones a block at least. So as many texts run as fit, and next to none has to give way, which would cost far more
-than waiting. When a sequence needs a block nevertheless and none is free, the youngest running one is preempted: it
-gives back its blocks, goes to the front of the queue, and is computed again later from prompt and output so far; its
-blocks can be shared until they are overwritten. The oldest sequence is never preempted by others and no request is
-accepted that could not run alone, so all of them end.
+expected to add (`Expectation`), of running ones a block at least. When a sequence needs a block nevertheless and none
+is free, the youngest running one is preempted: it gives back its blocks, which can be shared until they are
+overwritten, goes to the front of the queue, and is computed again later. The oldest is never preempted by others and no
+request is accepted that could not run alone, so all of them end.
 
-In groups with a window a prompt gets blocks chunk by chunk, and gives back behind it what no window reaches. A chunk is
-as long as there are blocks for it.
+In groups with a window a prompt gets blocks chunk by chunk, and gives back behind it what no window reaches.
 
-Drafted tokens (`Limits.draft_tokens`) get blocks where there are free ones, and nobody is preempted for them. Wrong
-ones are overwritten in the cache, and blocks that only they needed are given back. A draft with keys of its own
-(`catches_up`) first computes what it has missed, `pass_tokens` in a pass at most; a text that still lacks some is
-drafted for in a later one.
+Drafted tokens (`Limits.draft_tokens`) get free blocks, and nobody is preempted for them. Wrong ones are overwritten. A
+draft with keys of its own (`catches_up`) first computes what it has missed, `pass_tokens` in a pass at most; a text
+that still lacks some is drafted for in a later one.
 
 A request that asks how likely its prompt is shares no blocks until that is known: they hold no predictions.
 """
@@ -57,15 +53,14 @@ class Limits:
     Attributes:
         max_batch: sequences in one pass.
         max_tokens: tokens of one sequence, prompt and output.
-        pass_tokens: of prompts, in one pass; of texts that are continued, with what is drafted for them, as many more.
+        pass_tokens: of prompts, in one pass; of texts that are continued, with their drafts, as many more.
         ends: token ids that end a text.
-        draft_tokens: how many tokens are drafted at a time for a sequence that is being continued; no more than
-            `max_batch` of them have in `pass_tokens`.
+        draft_tokens: drafted at a time for a sequence; no more than `max_batch` of them have in `pass_tokens`.
         long_texts: that turn otherwise than short ones, if any.
         expected_share: of the tokens that texts may add, before any has ended.
         as_pays: whether fewer tokens are drafted, or none, where that is faster.
-        looked_up: whether a text's drafts are looked up in itself (`Lookup`); otherwise passes draft them.
-        stretches: how many ranks a pass goes through, one after the other (in_flight.py).
+        looked_up: whether drafts are looked up in a text itself (`Lookup`).
+        stretches: ranks that a pass goes through, one after the other (in_flight.py).
     """
 
     max_batch: int
@@ -91,10 +86,9 @@ class Output(NamedTuple):
         token: the new one, if any.
         finish_reason: if this was the last.
         cached: tokens of the prompt that were not computed.
-        admitted: when the request was first let in, by the machine's monotonic clock; None if it never was.
+        admitted: when the request was first let in, by the machine's monotonic clock.
         prompt_logprobs: of the next tokens of the prompt.
-        drafted: tokens that were drafted for it so far.
-        accepted: of these, how many are among its new tokens.
+        drafted, accepted: tokens drafted for it so far, and those of them among its new ones.
     """
 
     request: int

@@ -66,15 +66,15 @@ class Row(NamedTuple):
     """One sequence's part of a pass, as ranks are sent it.
 
     Attributes:
-        start: how many of the sequence's tokens are in the cache.
+        start: tokens of the sequence in the cache.
         tokens: the next ones.
         runs: the sequence's blocks in each group of the cache, with room for these tokens.
         wanted: of the last token.
         targets: of the others, and of the last one too while the prompt goes on behind it; None if nobody asks.
-        prompt: how many tokens the sequence's prompt has, or what was computed again as one: each of these turns as in
-            a text of so many (`LongTexts`).
-        known: of a draft's rows, how many of the sequence's tokens the model has computed: their keys and values stay
-            as they are where the draft's attentions share them.
+        prompt: tokens of the sequence's prompt, or of what was computed again as one: each of these turns as in a text
+            of so many (`LongTexts`).
+        known: of a draft's rows, tokens that the model has computed: their keys and values stay as they are where the
+            draft's attentions share them.
     """
 
     start: int
@@ -116,8 +116,8 @@ def halves_of(rows: Several[Row]) -> Halves | None:
 class LongTexts:
     """Texts beyond a length, where rotary positions depend on how long a text is.
 
-    A token turns as in a text of as many tokens as its prompt has, or as there are up to the token itself, whichever is
-    more. So what a text gets depends neither on chunks of its prompt nor on other texts.
+    A token turns as in a text as long as its prompt, or as up to the token itself, whichever is more: whatever the
+    chunks of its prompt and other texts.
 
     Attributes:
         beyond: of more tokens than these.
@@ -179,14 +179,10 @@ class Sequence:
         last: how many they are when the request ends at the latest. The last one is not computed.
         computed: how many of them are in the cache.
         drafter_computed: of how many the cache holds those keys and values that are a draft's own.
-        blocks: that it has while it runs.
-        cached: tokens of the prompt that were not computed when it was first let in.
-        admitted: when that was.
+        cached: tokens of the prompt that were not computed when it was first let in, at `admitted`.
         unscored: the first token of the prompt whose log-probability is asked for and not known, if any.
         drafting: whether tokens may be drafted for it; no more once there were logits that are not finite.
-        drafted: tokens that were drafted for it; accepted: those of them it has taken over.
-        hits: of the latest drafts.
-        lookup: of its own tokens, where those are the drafts.
+        drafted, accepted: tokens drafted for it, and those of them it has taken over.
         unverified: how many of the last tokens are drafts that have not been verified (in_flight.py).
     """
 

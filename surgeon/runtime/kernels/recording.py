@@ -1,9 +1,8 @@
 """Recordings of the kernels' calls in one forward pass, so that all of it can be done again by a single call.
 
 A pass is computed as always. Meanwhile every call of a kernel is noted, and every one of PyTorch's operations is looked
-at: views cost nothing and need not be made again, new tensors are given memory of the recording's, sums, multiples and
-copies are computed by kernels. With anything else in it a pass is computed to its end, and there is no recording. A
-replay reads and writes the same addresses.
+at: views need not be made again, new tensors are given memory of the recording's, sums, multiples and copies are
+computed by kernels. With anything else in it there is no recording. A replay reads and writes the same addresses.
 
 GPUs record CUDA graphs.
 """

@@ -1,9 +1,8 @@
 """Linear maps of one input, as one matrix product each or by two factors, and how weights lie in memory for that.
 
 On x86 processors in float32 a weight is packed once for this package's own kernel (runtime/kernels), which for few
-tokens is faster than oneDNN's, a tenth slower for hundreds (scripts/bench/cpu_kernels.py), and waits for no thread that
-another process keeps from its core. Other weights lie transposed on CPUs, and as stored, (out_features, in_features),
-on GPUs, where a kernel that reads each row once multiplies one token or two (docs/gpus.md).
+tokens is faster than oneDNN's, a tenth slower for hundreds (scripts/bench/cpu_kernels.py). Other weights lie transposed
+on CPUs, and as stored, (out_features, in_features), on GPUs, where a kernel multiplies one token or two (docs/gpus.md).
 
 Shapes: T tokens of a pass.
 """

@@ -2,14 +2,14 @@
 
 A sublayer's projections W = B A of the stream are cut by heads or neurons, so that each rank needs some rows of every
 second factor B, but all that the first factors A give, their sum of ranks R. In DeInfer each rank computes R / n of
-that in one product, and one all-gather gives it to all. Projections to the stream go the other way: each rank has its
-part of the first factor's output, and the sum over the ranks goes through the second factor (outputs.py).
+that in one product, and one all-gather gives it to all. Projections to the stream go the other way: the sum over the
+ranks of what the first factor gives goes through the second one (outputs.py).
 
 Base has each matrix W = B A by itself: a rank has some columns of B and rows of A, and every product is summed over the
 ranks, so that all of them have all heads.
 
-A rank is a process here; a matrix's rank is called the columns that its first factor gives. Shapes: T tokens of a pass,
-n ranks that share the sublayer.
+A matrix's rank is called the columns that its first factor gives. Shapes: T tokens of a pass, n ranks that share the
+sublayer.
 """
 
 from __future__ import annotations
@@ -145,11 +145,11 @@ class Maps:
     Args:
         tensors: of the slice, by role; in Base of the whole sublayer.
         scale: of what is written to the stream, if any.
-        later: the roles whose second factors are left out: of what is written, where they follow when parts have been
-            summed, and of keys and values that are kept in rank space.
-        shared: the ranks that first factors are shared out among; a rank computes all by itself without.
-        base: the ranks that sum every product of two factors by itself. Numbers kept in rank space are gathered
-            instead, each matrix by itself.
+        later: the roles whose second factors are left out: of what is summed before them, and of keys and values that
+            are kept in rank space.
+        shared: the ranks that first factors are shared out among, if any.
+        base: the ranks that sum every product of two factors by itself; numbers kept in rank space are gathered
+            instead.
     """
 
     def __init__(

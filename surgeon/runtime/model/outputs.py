@@ -1,9 +1,8 @@
 """Sums of the parts that ranks compute of a step's output.
 
-Most steps have one sum, of what all ranks add to the stream, (T, h). Two things keep sublayers of a step apart. A norm
-behind a sublayer (Gemma2) needs its whole output. And where a sublayer adds the product of two factors, the sum is
-taken before the second one, of as many values as its rank: then each of the step's sublayers has a segment of its own
-in what is reduced, (T, all segments).
+Most steps have one sum, of what all ranks add to the stream, (T, h). Two things keep sublayers of a step apart: a norm
+behind a sublayer (Gemma2), and a product of two factors, summed before the second one, of as many values as its rank.
+Then each of the step's sublayers has a segment of its own in what is reduced, (T, all segments).
 
 Shapes: T tokens of a pass, h the stream's width.
 """

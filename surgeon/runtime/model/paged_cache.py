@@ -3,9 +3,9 @@
 Attentions of one window are a group of slots where that saves memory (plan/memory.py), and a sequence has blocks of its
 own in each group. A block is as wide as the widest group: those of all groups lie in one tensor.
 
-Where k and v are two factors each, a slot may hold the first ones' output: fewer numbers, of which keys and values are
-made whenever they are read. That takes two buffers, allocated once (DeInfer, section 4.2): several runs of blocks are
-copied into one side by side, and the second factors write to the other one what attention reads.
+Where k and v are two factors each, a slot may hold the first ones' output, of which keys and values are made whenever
+they are read, by two buffers (DeInfer, section 4.2): several runs of blocks are copied into one side by side, and the
+second factors write to the other one what attention reads.
 
 Shapes: D head_dim, K KV heads of a slice, N tokens of a sequence so far, R the ranks of k and v together.
 """
@@ -54,13 +54,10 @@ class PagedCache:
     """Room for keys and values of every attention of one rank's work, or for what these are rebuilt of.
 
     Attributes:
-        kv_heads, group_of: of each attention; windows: of the groups.
         stored: keys and behind them values of one attention of a group after the other, (1, 2 * sum of K, places, D); a
             place holds one token. Attentions in rank space have no heads in it.
         pairs: the part of each attention, (2 * K, places, D); slots: its keys and its values, (K, places, D).
         rebuilds: of attentions in rank space, by slot; low_rank: their numbers, (places, R).
-        kernels, triton: that attend over stored keys, and put them there, if they can; on GPUs for one token of each
-            text.
         borrowed: slots of another program, in which tokens that it has computed (`Row.known`) are read, not written.
     """
 

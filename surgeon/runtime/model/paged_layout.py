@@ -1,10 +1,9 @@
 """Attention over a paged cache for sequences of any lengths at once.
 
-The tokens of one forward pass lie one after another; all but attention treats every token alike. In float32 on CPUs the
-kernels (runtime/kernels) read blocks where they lie, those of all sequences that add one token in one call; those for
-GPUs do the latter. Elsewhere attention goes through the sequences one by one, which on a CPU is faster than padding
-them to one length: one run of blocks is a view; several are gathered first, which costs about a fifth more time
-(padding several times as much). An attention with a window reads the window's keys only.
+The tokens of one forward pass lie one after another. In float32 on CPUs the kernels (runtime/kernels) read blocks where
+they lie, those of all sequences that add one token in one call; those for GPUs do the latter. Elsewhere attention goes
+through the sequences one by one, which on a CPU is faster than padding them to one length: one run of blocks is a view;
+several are gathered first, which costs about a fifth more time (padding several times as much).
 
 Shapes: T tokens of the pass, D head_dim, H heads and K KV heads of a slice, N tokens of a sequence so far, R the ranks
 of k and v together.

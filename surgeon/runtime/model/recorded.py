@@ -1,9 +1,8 @@
 """Passes that add one token to each text, recorded once for each number of texts and then done again by one call.
 
 Such a pass is a few hundred small calls of the kernels, and between them Python takes about as long as some of them.
-Only the texts' newest tokens, positions and places in the cache change between passes over as many texts; they lie in
-few fixed tensors. The first pass of a size is recorded while it is computed (kernels/recording.py); for the others
-those tensors are written anew. Results are the same to the bit.
+Only the texts' newest tokens, positions and places in the cache change, and they lie in few fixed tensors. The first
+pass of a size is recorded while it is computed (kernels/recording.py). Results are the same to the bit.
 
 Shapes: B texts.
 """

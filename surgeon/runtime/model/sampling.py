@@ -1,8 +1,7 @@
 """From logits to the next tokens of all texts of a pass, together.
 
 A request with a seed has a random number for each place of its text, so that its tokens depend on its seed, its place
-among the texts of that seed, and its logits alone. Texts that need the same operations are one batch, and all that is
-chosen is read from the device at once.
+among the texts of that seed, and its logits alone. Texts that need the same operations are one batch.
 
 Each drafted token is drawn from the draft's distribution q and accepted with the chance min(1, p / q) that it has by
 the model's own distribution p; otherwise the token is drawn from what p has more than q (Leviathan et al. 2023, Fast

@@ -1,18 +1,16 @@
 """Decode passes of few fixed shapes, which a GPU can repeat from a recording without Python in between.
 
-The passes of paged_layout.py go through sequences one by one, and their shapes change with every token: right for CPUs,
-but a GPU would wait for all those small launches. A static pass computes one token of each of its texts at once, with
-room for a power of two of texts. Passes of a size differ in the contents of one tensor of inputs only: token, position
-and block table of each text. Lines without a text write to a block that nobody reads.
+A static pass computes one token of each of its texts at once, with room for a power of two of texts. Passes of a size
+differ in the contents of one tensor of inputs only: token, position and block table of each text. Lines without a text
+write to a block that nobody reads.
 
 Kernels for GPUs (runtime/kernels/triton) read the cache by block tables, each text as far as it goes. Without them, and
 in rank space, the keys and values of all texts are copied side by side, as many blocks of each as the longest has,
-rounded up to a power of two, and masked. Of a cache in rank space the numbers that all texts read are copied into one
-fixed buffer, and their keys and values made in another one, where a text's number in the batch says where they lie:
-DeInfer's remapping list needs no list.
+rounded up to a power of two, and masked. In rank space a fixed buffer takes the copies, another one the keys and values
+made of them; a text's number in the batch says where they lie, so that DeInfer's remapping list needs no list.
 
 Nothing waits for the device until the chosen tokens are read, so that a pass can be recorded as a CUDA graph
-(kernels/recording.py), collectives included where they can be (`Collectives.capturable`). Otherwise it runs as it is.
+(kernels/recording.py) where collectives can be (`Collectives.capturable`).
 
 Shapes: B texts, W blocks of each, N tokens that are read of each, D head_dim, H heads and K KV heads of a slice, R the
 ranks of k and v together.

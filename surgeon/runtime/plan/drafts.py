@@ -3,8 +3,7 @@
 A draft's attention reads the keys and values that the model's program has cached, where that caches on the same rank,
 of the same layer, the same KV heads in the same way; the draft's own tokens there are overwritten when these are
 verified. An attention without such a counterpart (averages of layers, a layer's second time, whole layers or tracks on
-a rank that has slices of the model's) has a slot of its own behind the model's, as a view of some heads of a slot would
-be two pieces of memory.
+a rank that has slices of the model's) has a slot of its own behind the model's.
 """
 
 from __future__ import annotations

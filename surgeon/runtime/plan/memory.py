@@ -1,10 +1,9 @@
 """Memory of weights and cache on every rank, from the shapes in a checkpoint and before any is read.
 
 Attentions are groups by window, with tables of blocks of their own, where that makes room for more texts: blocks behind
-a window can be given back only if no attention with the same table needs them. All groups take blocks of one size from
-one cache, so that a group with fewer attentions than others leaves part of its blocks empty; where attentions of one
-window are many and of another few, the many are several groups. The division that holds the most texts of the longest
-kind follows from the counts; often that is no division at all.
+a window can be given back only if no attention with the same table needs them. All groups take blocks of one size, so
+that a group with fewer attentions than others leaves part of its blocks empty; where attentions of one window are many
+and of another few, the many are several groups. Often the best division is none at all.
 """
 
 from __future__ import annotations

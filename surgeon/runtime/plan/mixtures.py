@@ -1,11 +1,9 @@
 """Mixtures of experts on ranks: each has some whole experts, or some neurons of every expert.
 
-Either way a step is one reduction. The router is whole on every rank, and shared experts are always sliced.
-
-Slices are even whatever the router says, and read a little of every expert of a token. Where experts are divided, the
-rank with most of a token's experts is waited for, which on two ranks reads 1.4 times as much for two experts of eight,
-in fewer and wider matrices. So they are divided only where slices do not come out even, and where matrices are two
-factors, of which every rank would have one whole.
+Either way a step is one reduction. The router is whole on every rank, and shared experts are always sliced. Slices are
+even whatever the router says; where experts are divided, the rank with most of a token's experts is waited for, which
+on two ranks reads 1.4 times as much for two experts of eight. So they are divided only where slices do not come out
+even, and where matrices are two factors, of which every rank would have one whole.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The plan of a model whose layers lie on ranks one behind the other: a pipeline.
 
 Each rank has a stretch of the program's nodes, as even as they can be by the numbers of its weights, the head and the
-coda of the first one among them. A program can be cut before any node but a late step, which would read the stream as
-it was within the rank before. Where codas draft, the first stretch is the checkpoint's first rack.
+coda of the first one among them. A program can be cut before any node but a late step. Where codas draft, the first
+stretch is the checkpoint's first rack.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Ranks with stretches of a model: each computes what comes from the rank before, and sends it on.
 
 Rank 0 has the scheduler, embeds tokens, and goes on with other texts, or with a coda's drafts, while the others compute
-(batching/in_flight.py). The last rank sends the stream back to it, by which it chooses tokens. Passes come back in the
-order in which they were sent, and as many are on their way as there are ranks. Streams of the first rank's stretch pass
-through the layers of its coda as well, if it has one, so that both have cached the same tokens.
+(batching/in_flight.py). The last rank sends the stream back to it, by which it chooses tokens. Streams of the first
+rank's stretch pass through the layers of its coda as well, so that both have cached the same tokens.
 """
 
 from __future__ import annotations
