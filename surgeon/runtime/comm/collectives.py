@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -131,9 +132,13 @@ class Around(Collectives):
         self.capturable = inner.capturable
         self.recordable = inner.recordable
 
-    @abstractmethod
     def around(self, inner: Collectives) -> Collectives:
         """Make the same around others, of these ranks or of some of them."""
+        other = copy(self)
+        other.group = inner.group
+        other._subgroups = {}
+        other.inner = inner
+        return other
 
     @property
     def exact(self) -> Collectives:
@@ -172,9 +177,6 @@ class Compressed(Around):
         super().__init__(inner)
         self.recordable = False
         self.wire = wire
-
-    def around(self, inner: Collectives) -> Collectives:
-        return Compressed(inner, self.wire)
 
     @property
     def exact(self) -> Collectives:

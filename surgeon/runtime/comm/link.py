@@ -103,16 +103,11 @@ class EmulatedLink(Around):
     a ring: for two ranks, its bytes. It waits in Python.
     """
 
-    def __init__(
-        self, inner: Collectives, link: Link, clock: SystemClock | None = None, line: Line | None = None
-    ) -> None:
+    def __init__(self, inner: Collectives, link: Link, clock: SystemClock | None = None) -> None:
         super().__init__(inner)
         self.capturable = False
         self.recordable = False
-        self.line = line or Line(link, clock or SystemClock())
-
-    def around(self, inner: Collectives) -> Collectives:
-        return EmulatedLink(inner, self.line.link, line=self.line)
+        self.line = Line(link, clock or SystemClock())  # that other groups of the rank send through, too
 
     def _all_reduce(self, tensor: Tensor, _: bool) -> Callable[[], Tensor]:
         others = len(self.group) - 1

@@ -163,7 +163,7 @@ class RankProgram:
         if sublayer.kind == ATTENTION:
             sharing = None
             if not (len(part.sharers) == 1 or based):
-                sharing = self._sharing(part)
+                sharing = Sharing(self.peers, part.sharers)
             return Attention(tensors, maps, spec, plan, plan.window(sublayer), rotary, sharing)
         return FeedForward(tensors, maps, plan)
 
@@ -184,15 +184,12 @@ class RankProgram:
         own = replace(whole.of, experts=tuple(numbers[whole.own.start : whole.own.stop]))
         return MixtureOfExperts(self._here(source.by_role(part.sublayer, dtype, own)), self.plan, whole.own.start)
 
-    def _sharing(self, part: Part) -> Sharing:
-        return Sharing(self.peers, part.sharers)
-
     def _maps(self, work: Work, part: Part, tensors: Tensors, later: frozenset[str], based: bool) -> Maps:
         """The linear maps of a part: by itself, or together with the ranks that share its sublayer."""
         scale = self.plan.arithmetic.output_scale
         if len(part.sharers) == 1 or not part.sublayer.ranks:
             return Maps(tensors, scale, later)
-        sharing = self._sharing(part)
+        sharing = Sharing(self.peers, part.sharers)
         if based:
             return Maps(tensors, scale, later, base=sharing)
         if part.index in self._in_rank_space(work.step):

@@ -273,10 +273,10 @@ def numbers_of(plan: Plan, source: Sizes, part: tuple[Sublayer, int]) -> int:
         of = sublayer
         count = 1
         if projection.stacked and size is not None:
-            if whole is None:
-                of, count = (sublayer, size.experts)
-            else:
-                of, count = (whole.of, len(whole.own))
+            count = size.experts
+            if whole is not None:
+                of = whole.of
+                count = len(whole.own)
             of = replace(of, experts=(0,) if of.experts is None else of.experts[:1])  # they are all alike
         outputs, inputs = source.matrix(of, projection.role).shape
         factors = of.rank(projection.role)
