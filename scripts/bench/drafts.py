@@ -45,8 +45,7 @@ from surgeon.opened import Model, open_model
 from surgeon.runtime.batching.request import Sampling
 from surgeon.runtime.comm.link import Link, parse_seconds
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.plan.codas import with_coda
-from surgeon.runtime.plan.drafts import with_draft
+from surgeon.runtime.plan.drafts import with_coda, with_draft
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 from surgeon.runtime.worker.worker import load

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from surgeon.runtime.model.products import Product, laid_out
+from surgeon.runtime.model.linear import Product, laid_out
 
 READ_BYTES, READ_PIECES = 1 << 28, 64
 WEIGHT_BYTES = 1 << 29

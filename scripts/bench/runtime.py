@@ -48,7 +48,7 @@ from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.progress import progress
 from surgeon.runtime.comm.link import Link
-from surgeon.runtime.comm.quantised import LARGEST_INTEGER, Compression
+from surgeon.runtime.comm.wires import WIRES
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.options import RankOptions
@@ -71,7 +71,7 @@ class Way:
     name: str
     collectives: str
     link: Link | None = None
-    compression: Compression | None = None
+    compression: str | None = None
 
 
 def programs() -> dict[str, Program]:
@@ -82,7 +82,7 @@ def programs() -> dict[str, Program]:
 def parse_way(text: str) -> Way:
     """Shm, gloo, 1ms, 10MB/s; with +int8 or +int4."""
     base, _, integers = text.partition("+")
-    compression = next((kind for kind in LARGEST_INTEGER if kind == integers), None)
+    compression = integers if integers in WIRES else None
     sent = f", sent as {compression}" if compression else ""
     if bool(integers) == bool(compression):
         if base in ("shm", "gloo"):

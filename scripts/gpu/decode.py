@@ -129,7 +129,7 @@ class Setup:
     @property
     def fixed(self) -> Decoding:
         """The decoding in passes of fixed shapes."""
-        return "captured" if self.device == "cuda" else "static"
+        return "auto" if self.device == "cuda" else "static"
 
 
 def config_of(shape: Shape) -> LlamaConfig:
@@ -225,7 +225,7 @@ def bytes_read(engine: RankEngine, texts: Load) -> int:
     """Weights, head, and the keys and values of all texts halfway."""
     matrices = [engine.model.vocabulary.head.weight]
     token_bytes = 0
-    for made in engine.model.sublayers.values():
+    for made in engine.model.program.sublayers.values():
         if isinstance(made, Attention):
             matrices += [made.qkv.product.weight, made.o.product.weight]
             token_bytes += 2 * made.kv_heads * made.head_dim * engine.plan.dtype_bytes

@@ -21,8 +21,7 @@ from torch import Tensor
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm import symmetric_memory
-from surgeon.runtime.comm.collectives import Collectives, TorchCollectives
-from surgeon.runtime.comm.quantised import Compressed
+from surgeon.runtime.comm.collectives import Collectives, Compressed, TorchCollectives
 from surgeon.runtime.comm.symmetric_memory import Operation
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.plan.memory import cache_groups
@@ -156,22 +155,15 @@ class Memory:
 
 
 def through_memory(rank: Rank, plans: Sequence[Plan]) -> tuple[Found, Found, str, Memory]:
-    """Runs on a rank: what it makes of texts by a plan for the CPU and one for GPUs with symmetric memory.
-
-    One shot takes least time for operands up to 4 KB, two shots up to 16 KB, as nothing is measured here.
-    """
+    """Runs on a rank: what it makes of texts by a plan for the CPU and one for GPUs with symmetric memory."""
     assert isinstance(rank.collectives, TorchCollectives)
     expected, memory = continued(RankEngine(plans[0], rank.collectives, rank.device)), Memory()
-
-    def seconds(way: Any, inner: Any, size: int, device: Any) -> float:  # noqa: ARG001 - as what it stands for
-        return {"one shot": size / 2048, "two shots": 3 + size / 16384, "": 4.5}["" if way is None else way.name]
 
     with pretended_gpus(2), ExitStack() as stack:
         device = torch.device("cuda", rank.rank)
         stack.enter_context(mock.patch.multiple(symmetric, empty=memory.empty, rendezvous=memory.rendezvous))
         ways = {name: memory.way(name) for name in ("one shot", "two shots")}
         stack.enter_context(mock.patch.dict(symmetric_memory.OPERATIONS, ways, clear=True))
-        stack.enter_context(mock.patch.object(symmetric_memory, "_seconds", seconds))
         collectives = symmetric_memory.with_symmetric_memory(rank.collectives, device)
         found = continued(RankEngine(plans[1], collectives, device))
     memory._rooms.clear()

@@ -44,7 +44,7 @@ class Setup:
     @property
     def ways(self) -> tuple[Decoding, ...]:
         """How passes that add a token are computed."""
-        return ("dynamic", "static", "captured") if self.device == "cuda" else ("dynamic", "static")
+        return ("dynamic", "static", "auto") if self.device == "cuda" else ("dynamic", "static")
 
     @property
     def collectives(self) -> tuple[str, ...]:

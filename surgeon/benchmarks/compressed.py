@@ -13,8 +13,7 @@ from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.quality.data import load_windows
 from surgeon.quality.summary import Values
 from surgeon.runtime.batching.request import UndefinedLogits
-from surgeon.runtime.comm.collectives import Collectives
-from surgeon.runtime.comm.quantised import Compressed, Compression
+from surgeon.runtime.comm.collectives import Collectives, Compressed
 from surgeon.runtime.model.engine import Figures, RankEngine, ways_through
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.rank import Rank
@@ -38,7 +37,7 @@ def windows_to_compare(plan: Plan, data: str | None, length: int, tokens: int, s
     return list(found.ids.tolist())
 
 
-def divergence_of_compressed(ranks: Ranks, windows: list[list[int]], kind: Compression, name: str = ENGINE) -> Values:
+def divergence_of_compressed(ranks: Ranks, windows: list[list[int]], kind: str, name: str = ENGINE) -> Values:
     """Run windows of a text on ranks twice, with exact and with compressed reductions.
 
     Args:
@@ -53,7 +52,7 @@ def divergence_of_compressed(ranks: Ranks, windows: list[list[int]], kind: Compr
 
 
 @torch.inference_mode()
-def _compare_on_rank(rank: Rank, name: str, windows: list[list[int]], kind: Compression) -> list[float]:
+def _compare_on_rank(rank: Rank, name: str, windows: list[list[int]], kind: str) -> list[float]:
     """Runs on a rank: run every window both ways with the weights of an engine that it keeps."""
     engine: RankEngine = rank.engines[name]
     exact = _sending(engine, lambda collectives: collectives.exact)
@@ -76,7 +75,11 @@ def _sending(engine: RankEngine, how: Callable[[Collectives], Collectives]) -> R
     """The same weights, with other reductions of the program's steps."""
     other = copy.copy(engine)
     other.model = copy.copy(engine.model)
-    other.model.groups = {group: how(collectives) for group, collectives in engine.model.groups.items()}
+    other.model.program = copy.copy(engine.model.program)
+    peers = copy.copy(engine.model.peers)
+    peers.groups = {group: how(collectives) for group, collectives in peers.groups.items()}
+    other.model.peers = peers
+    other.model.program.peers = peers
     other.figures = Figures()
     other.ways = ways_through(other.model)
     return other

@@ -58,9 +58,6 @@ class TimedCollectives(Around):
         super().__init__(inner)
         self.recorder = recorder
 
-    def around(self, inner: Collectives) -> Collectives:
-        return TimedCollectives(inner, self.recorder)
-
     def all_reduce(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:  # noqa: ARG002
         """Start summing a tensor over the group; waiting on the result gives the sum. Waiting is timed apart always."""
         return self._timed("all-reduce", self.inner.all_reduce, tensor, counts)
@@ -111,7 +108,7 @@ class TimedEngine(RankEngine):
         timed = TimedCollectives(collectives, self.recorder)
         super().__init__(plan, timed, rank.device, rank.engines.values())
         model = self.model
-        model.machine = partial(TimedMachine, self.recorder)
+        model.program.machine = partial(TimedMachine, self.recorder)
         model.watcher = self.recorder.replayed
 
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from surgeon.commands.command import option, several
+from surgeon.runtime.comm.wires import WIRES
+from surgeon.words import listed
 
 if TYPE_CHECKING:
     from surgeon.language.program import Program
     from surgeon.opened import EditedModel, Model
-    from surgeon.runtime.comm.quantised import Compression
     from surgeon.runtime.worker.options import RankOptions
 
 DEFAULT_TOKENS = 8192  # surgeon.quality.data.DEFAULT_TOKENS, which is not light
@@ -151,9 +152,9 @@ Decoding = Annotated[
     str,
     option(
         "How passes that add one token to each text are computed: like others (dynamic), in a few fixed shapes "
-        "(static), recorded as CUDA graphs (captured), or auto: captured on GPUs where it can be; on a CPU recorded, "
+        "(static), or auto: on GPUs in fixed shapes, recorded as CUDA graphs where that can be; on a CPU recorded, "
         "too, where the kernels compute all of it.",
-        metavar="[auto|dynamic|static|captured]",
+        metavar="[auto|dynamic|static]",
     ),
 ]
 LowRank = Annotated[
@@ -209,8 +210,8 @@ DraftTokens = Annotated[
 Compress = Annotated[
     str | None,
     option(
-        "Send the reductions of the program's steps as int8 or int4, which changes results a little.",
-        metavar="[int8|int4]",
+        f"Send the reductions of the program's steps as {listed(list(WIRES), 'or')}, which changes results a little.",
+        metavar=f"[{'|'.join(WIRES)}]",
     ),
 ]
 
@@ -278,8 +279,7 @@ def ranks_of(
     from surgeon.runtime.comm.link import parse_link
     from surgeon.runtime.worker.options import RankOptions, choose_device
 
-    compression = cast("Compression | None", compress)  # whether there is such a one, is checked
-    return RankOptions(tp, choose_device(device, tp), collectives, parse_link(link_delay, link_bandwidth), compression)
+    return RankOptions(tp, choose_device(device, tp), collectives, parse_link(link_delay, link_bandwidth), compress)
 
 
 Ranks = Annotated[

@@ -73,7 +73,7 @@ def deployment_of(
         network=network,
         node=per_node,
         graphs=graphs,
-        compress=cast("Any", compress),
+        compress=compress,
         low_rank=cast("Any", low_rank),
         kv=cast("Any", kv),
         emulated=parse_link(link_delay, link_bandwidth),

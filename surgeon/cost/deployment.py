@@ -7,7 +7,7 @@ from typing import get_args
 
 from surgeon.errors import did_you_mean
 from surgeon.runtime.comm.link import Link
-from surgeon.runtime.comm.quantised import Compression
+from surgeon.runtime.comm.wires import WIRES
 from surgeon.runtime.plan.specification import HalvesMode, KvMode, LowRankMode
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -39,7 +39,7 @@ class Deployment:
     node: int | None = None
     graphs: bool | None = None
     adding: bool = True
-    compress: Compression | None = None
+    compress: str | None = None
     low_rank: LowRankMode = "auto"
     kv: KvMode = "full"
     halves: HalvesMode = "off"
@@ -49,7 +49,7 @@ class Deployment:
     def __post_init__(self) -> None:
         for what, word, known in (
             ("dtype {!r}", self.dtype, DTYPES),
-            ("compression {!r}", self.compress, get_args(Compression)),
+            ("compression {!r}", self.compress, tuple(WIRES)),
             ("way {!r} of sharing factors among ranks", self.low_rank, get_args(LowRankMode)),
             ("kv {!r}", self.kv, ("full", "lowrank")),
             ("mode {!r} of computing passes in halves", self.halves, get_args(HalvesMode)),

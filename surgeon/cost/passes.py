@@ -22,15 +22,11 @@ from surgeon.language.program import Fork, Program, Step
 from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.batching.sequence import LEAST_IN_HALF
 from surgeon.runtime.comm.collectives import Counts
-from surgeon.runtime.comm.quantised import Packing
+from surgeon.runtime.comm.wires import WIRES
 from surgeon.runtime.plan.placement import Group, Part, Work, placed_parts, rank_work
 from surgeon.runtime.plan.specification import Plan
 
 CANDIDATE = 16  # bytes of a rank's best token of a text: its logit and its number
-# Estimates: how often compression reads or writes each number of what it packs, and of what it unpacks, in kernels that
-# do all of it at once; and in how many of them.
-PACKING = (6.0, 2)
-UNPACKING = (3.0, 1)
 
 
 @dataclass(frozen=True)
@@ -285,11 +281,11 @@ class PassCosts(Costs):
         compress = self.ranks.deployment.compress
         if compress is None or operation == "all-gather":
             return self._exact(operation, part.nbytes, group, counts)
-        packing = Packing(compress, part.shape, part.dtype)
-        sent = self._exact("all-gather", packing.nbytes, group, counts)
+        wire = WIRES[compress]
+        sent = self._exact("all-gather", wire.count_bytes(part.shape, part.dtype), group, counts)
         before, after = (
             self._burst([Kernel("pack", "copy", 0.0, often * moved, launches=launches)])
-            for moved, (often, launches) in ((part.nbytes, PACKING), (len(group) * part.nbytes, UNPACKING))
+            for moved, (often, launches) in ((part.nbytes, wire.packing), (len(group) * part.nbytes, wire.unpacking))
         )
         return replace(sent, before=before, after=after)
 

@@ -66,19 +66,15 @@ def plan_on_paper(
         )
     return Plan(
         folder=Path(),
-        model_type=shapes.family.model_type,
+        family=shapes.family,
         program=str(program),
         ranks=ranks,
         head_dim=shapes.head_dim,
-        epsilon=0.0,
-        activation="",
-        rotaries=(),
         hidden=shapes.hidden,
         vocabulary=shapes.vocabulary,
         layers=shapes.layers,
         max_tokens=max_tokens,
         tied=shapes.tied,
-        ends=(),
         dtype=dtype,
         windows=shapes.windows,
         low_rank=low_rank,
@@ -86,7 +82,6 @@ def plan_on_paper(
         mixtures=mixtures,
         latent=cached_latent(shapes.latent),
         sliced=sliced,
-        described=shapes.family,
     )
 
 

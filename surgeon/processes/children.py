@@ -61,11 +61,11 @@ class Child:
 
     @property
     def returncode(self) -> int | None:
-        """Its exit code, negative for a signal; None until somebody has waited for its end, or looked."""
+        """The exit code, negative for a signal; None until somebody has waited for its end, or looked."""
         return self.process.returncode
 
     def poll(self) -> int | None:
-        """Its exit code, negative for a signal; None as long as it runs."""
+        """The exit code, negative for a signal; None as long as it runs."""
         return self.process.poll()
 
     def wait(self, seconds: float | None = None) -> int:
@@ -76,7 +76,7 @@ class Child:
         return code
 
     def interrupt(self) -> None:
-        """What Ctrl-C would do; nothing if it has ended."""
+        """Send Ctrl-C; nothing if it has ended."""
         self.process.send_signal(signal.SIGINT)
 
     def kill(self) -> None:
@@ -89,7 +89,7 @@ class Child:
             return file.read().decode(errors="replace")
 
     def ending(self) -> str:
-        """How it has ended, as a message says it behind its name."""
+        """Tell how it has ended, as a message says it behind its name."""
         code = self.returncode
         assert code is not None
         if code < 0:
@@ -99,12 +99,9 @@ class Child:
 
 
 def when_parent_ends(act: Callable[[], object]) -> threading.Thread:
-    """Do something, in a thread of its own, as soon as the process that has started this one is gone.
+    """Do something, in the thread that is returned, as soon as the process that has started this one is gone.
 
-    What this process would read from its standard input is nothing from now on.
-
-    Returns:
-        The thread.
+    This process's standard input is empty from now on.
     """
     parent = multiprocessing.parent_process()
     if parent is not None:

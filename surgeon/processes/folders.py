@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from surgeon.processes.files import make_folder, sync
-from surgeon.processes.locks import lock
+from surgeon.processes.files import lock, make_folder, sync
 
 MARK = "surgeon-partial"
 _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from surgeon.errors import naming
-from surgeon.processes.files import make_folder
-from surgeon.processes.locks import lock
+from surgeon.processes.files import lock, make_folder
 
 # What messages call the entries of an identity; others are called by their own names.
 _NAMES = {
@@ -28,16 +27,15 @@ _SHOWN = 40
 
 
 class Journal(ABC):
-    """JSON values, one a line, each in the file as soon as it is known; what they mean, subclasses say in `take`.
+    """JSON values, one a line, each in the file as soon as it is known; subclasses say in `take` what they mean.
 
-    The first line says what the others depend on; a file of anything else is refused. Empty lines mean nothing, and a
-    last line that was cut off by a kill is dropped. Where the work's result, WORK.json beside it, is there and the
-    journal has lost lines, a warning says that what they held is found again. A subclass sets its own attributes first:
-    its lines are taken in while this constructor runs.
+    The first line says what the others depend on; a file of anything else is refused. A last line that was cut off by a
+    kill is dropped. Where WORK.json, the work's result, is there and the journal has lost lines, a warning says that
+    they are found again. A subclass sets its own attributes first: its lines are taken in while this constructor runs.
 
     Args:
         path: its folder is made if it is not there; None to keep nothing.
-        work: what is done, as the first line and error messages call it ("scan").
+        work: as the first line and error messages call it ("scan").
         identity: what the lines depend on, as JSON values; None for a file without such a first line.
 
     Raises:
@@ -91,7 +89,9 @@ class Journal(ABC):
         self.take(line)
 
     def _load(self, identity: dict[str, Any] | None) -> None:
-        lines = [] if self._file is None else self._whole_lines(self._file)
+        lines = []
+        if self._file is not None:
+            lines = self._whole_lines(self._file)
         if identity is not None and lines:
             self._check(*lines.pop(0), identity)
         elif identity is not None:
@@ -112,7 +112,9 @@ class Journal(ABC):
         assert self.path is not None
         result = self.path.with_name(f"{self.work}.json")
         if result.is_file() and (not whole or whole < len(content)):
-            lost = "is cut short" if content else "is gone or empty"
+            lost = "is gone or empty"
+            if content:
+                lost = "is cut short"
             warnings.warn(
                 f"{self.path} {lost}, which {result.name} was made from; what is missing is found again", stacklevel=2
             )

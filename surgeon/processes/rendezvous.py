@@ -1,14 +1,13 @@
-"""How ranks on several machines find each other: through a TCP store at MASTER_ADDR:MASTER_PORT, then by connections.
+"""The meeting of ranks on several machines: a TCP store at MASTER_ADDR:MASTER_PORT, then connections.
 
 Rank 0 listens at a port of its own, on the interface that MASTER_ADDR names and no other, and writes that port and a
 random secret into the store. Every other rank connects three times: a lifeline, on which nothing comes until it is to
-end; what it is commanded and answers; and what rank 0 tells it between passes (pipes.py). The others may come
-before rank 0 is ready for them; they wait for as long as it lives.
+end; commands and answers; and rank 0's messages between passes (pipes.py).
 
-What crosses these connections is pickled, and whoever can send a pickle can run anything. So nothing is read from one
-until both ends have proved to know the secret (HMAC of a random challenge, as `multiprocessing` does it). The secret
-is as safe as the store: whoever reaches MASTER_PORT can read it, and nothing is encrypted. Like torchrun and
-torch.distributed, this is for a network whose machines trust each other.
+Whoever can send a pickle over these connections can run anything. So nothing is read from one until both ends have
+proved to know the secret (HMAC of a random challenge, as `multiprocessing` does it). The secret is as safe as the
+store: whoever reaches MASTER_PORT can read it, and nothing is encrypted. Like torchrun and torch.distributed, this is
+for a network whose machines trust each other.
 """
 
 from __future__ import annotations
@@ -49,21 +48,17 @@ class StoreAddress(NamedTuple):
     prefix: str
 
     def connect(self) -> PrefixStore:
-        """The store, as one of its clients sees it."""
+        """Connect to the store as a client."""
         return PrefixStore(self.prefix, TCPStore(self.host, self.port, timeout=STORE_TIMEOUT, wait_for_workers=False))
 
 
 def key_prefix(torchrun: TorchrunEnvironment) -> str:
-    """Of what surgeon keeps in the store, where restarted processes must not find what others have left."""
+    """The prefix of surgeon's keys in the store, another one for restarted processes."""
     return f"surgeon/{torchrun.attempt}"
 
 
 def serve_store(listening: socket.socket, timeout: timedelta = STORE_TIMEOUT) -> TCPStore:
-    """A store of this process's, open as long as somebody keeps it.
-
-    Args:
-        listening: where; a store by itself would listen on all interfaces.
-    """
+    """Open a store at a socket (a store by itself would listen on all interfaces), as long as somebody keeps it."""
     host, port = listening.getsockname()[:2]
     descriptor = listening.detach()
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor, timeout=timeout)
@@ -98,7 +93,7 @@ def connect_store(torchrun: TorchrunEnvironment) -> PrefixStore:
 
 
 def unfound(torchrun: TorchrunEnvironment) -> str:
-    """What to say when nobody was there in time."""
+    """The message when nobody was there in time."""
     return (
         f"rank {torchrun.rank} did not find rank 0 at {torchrun.address}, port {torchrun.port}, within "
         f"{torchrun.patience:g} s; start the same command there with RANK 0 (of torchrun: node rank 0), "
@@ -113,7 +108,7 @@ KEY = "rank0"  # where the store has rank 0's port and the secret
 
 @dataclass(frozen=True)
 class Hello:
-    """What a rank says of itself on each of its connections.
+    """A rank's introduction on each of its connections.
 
     Attributes:
         ranks: how many it believes there are.
@@ -156,7 +151,10 @@ class Rendezvous:
         """Open the store, unless it is torchrun's, and tell the others where to connect to."""
         self.torchrun = torchrun
         self.store = StoreAddress(torchrun.address, torchrun.port, key_prefix(torchrun))
-        self._store = connect_store(torchrun) if torchrun.hosted else open_store(torchrun)
+        if torchrun.hosted:
+            self._store = connect_store(torchrun)
+        else:
+            self._store = open_store(torchrun)
         self._listener = listen(torchrun)
         self._secret = secrets.token_bytes(32)
         address, port = self._listener.getsockname()[:2]
@@ -193,7 +191,7 @@ class Rendezvous:
         return [{way: found[rank, way] for way in PURPOSES} for rank in range(1, self.torchrun.ranks)]
 
     def _admit(self, connected: socket.socket) -> Admitted | None:
-        """Somebody who connected; None if they do not know the secret."""
+        """Admit who connected; None if they do not know the secret."""
         connection: Connection | None = None
         try:
             prove(connected, self._secret, first=True)
@@ -249,11 +247,7 @@ def say_why(lifeline: Connection, reason: str | None) -> None:
 
 
 def end_when_told(lifeline: Connection, torchrun: TorchrunEnvironment) -> threading.Thread:
-    """End this process when rank 0 says so or has gone, even while it computes or waits for another rank.
-
-    Returns:
-        What does so.
-    """
+    """End this process, in the thread that is returned, when rank 0 says so or has gone, even while it computes."""
 
     def watch() -> None:
         reason = f"rank 0 at {torchrun.address} has gone, and so does rank {torchrun.rank}"
@@ -270,14 +264,14 @@ def end_when_told(lifeline: Connection, torchrun: TorchrunEnvironment) -> thread
 
 @dataclass(frozen=True)
 class Rank0Address:
-    """Where another rank finds rank 0, and the secret that lets it in."""
+    """The address of rank 0, and the secret that lets another rank in."""
 
     torchrun: TorchrunEnvironment
     port: int
     secret: bytes
 
     def connect(self, purpose: Purpose) -> Connection:
-        """One of the connections to rank 0; waits until rank 0 is ready for it."""
+        """Make one of the connections to rank 0; waits until rank 0 is ready for it."""
         torchrun = self.torchrun
         try:
             connected = socket.create_connection((torchrun.address, self.port), torchrun.patience)
@@ -297,7 +291,7 @@ class Rank0Address:
 
 
 def find_rank0(torchrun: TorchrunEnvironment) -> Rank0Address:
-    """Look where rank 0 listens, as any other rank does."""
+    """Find rank 0's address, as any other rank."""
     deadline = time.monotonic() + torchrun.patience
     store = connect_store(torchrun)
     try:

@@ -1,4 +1,4 @@
-"""Sockets between machines: where they listen, and how long they wait for somebody who has vanished."""
+"""Sockets between machines: their interfaces, proofs of a secret, and patience with somebody who has vanished."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def address_of(interface: str) -> str:
 
 
 def interface_variables(interface: str) -> dict[str, str]:
-    """What the environment says for gloo and NCCL to go by an interface: they would choose one by its name."""
+    """Environment variables that have gloo and NCCL go by an interface: they would choose one by its name."""
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}  # "=": no other that begins so
 
 
 def resolve(torchrun: TorchrunEnvironment) -> tuple[socket.AddressFamily, str]:
-    """What MASTER_ADDR stands for on this machine."""
+    """Resolve MASTER_ADDR on this machine."""
     try:
         family, _, _, _, address = socket.getaddrinfo(torchrun.address, None, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
@@ -59,11 +59,7 @@ def resolve(torchrun: TorchrunEnvironment) -> tuple[socket.AddressFamily, str]:
 
 
 def listen(torchrun: TorchrunEnvironment, port: int = 0) -> socket.socket:
-    """Listen on the interface that MASTER_ADDR names, and on no other.
-
-    Args:
-        port: 0 for any that is free.
-    """
+    """Listen on the interface that MASTER_ADDR names, and on no other; at any free port if none is given."""
     family, address = resolve(torchrun)
     try:
         # Each of the other ranks connects three times, before anybody accepts.
@@ -92,14 +88,13 @@ def watch_over(connected: socket.socket) -> None:
 
 
 class Stranger(ConnectionError):
-    """Whoever is at the other end of a connection does not know the secret that both should."""
+    """The other end of a connection does not know the secret that both should."""
 
 
 def prove(connected: socket.socket, secret: bytes, first: bool) -> None:
     """Have both ends prove that they know a secret, which is not sent: by HMAC of random challenges.
 
-    Args:
-        first: whether this end is the one that asks first, as whoever listens does.
+    The end that listens asks first.
     """
     connected.settimeout(None)
     watch_over(connected)

@@ -1,7 +1,7 @@
-"""What torchrun tells each process it starts, on one machine or several: who it is, and where all of them meet.
+"""The environment of each process that torchrun starts: its number, and where all of them meet.
 
-Under torchrun the process with RANK 0 runs the command, and every other one becomes a rank of it (rendezvous.py says
-how they find each other). Without these variables the ranks are processes that the command starts itself.
+Under torchrun the process with RANK 0 runs the command, and every other one becomes a rank of it (rendezvous.py).
+Without these variables the ranks are processes that the command starts itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PATIENCE_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class RankLocation:
-    """Where a rank runs.
+    """A rank's place.
 
     Attributes:
         local_rank: its number among the ranks of its machine.
@@ -40,10 +40,8 @@ class TorchrunEnvironment:
     """One process among those that torchrun has started.
 
     Attributes:
-        rank: RANK, its number among all.
-        ranks: WORLD_SIZE, how many there are.
-        local_rank: LOCAL_RANK, its number on this machine; also that of its GPU.
-        local_ranks: LOCAL_WORLD_SIZE, how many there are on this machine.
+        rank, ranks: RANK and WORLD_SIZE.
+        local_rank, local_ranks: LOCAL_RANK, also of its GPU, and LOCAL_WORLD_SIZE.
         address: MASTER_ADDR, a name or an address of the machine with rank 0.
         port: MASTER_PORT, of the store through which they find each other.
         hosted: whether that store is torchrun's own; else rank 0 opens it.
@@ -62,14 +60,14 @@ class TorchrunEnvironment:
     patience: float = PATIENCE_SECONDS
 
     def variables(self) -> dict[str, str]:
-        """What tells a process, ours or one that knows torch.distributed, that it is this one."""
+        """Variables that tell a process, ours or one that knows torch.distributed, that it is this one."""
         numbers = (self.rank, self.ranks, self.local_rank, self.local_ranks, self.port)
         named = dict(zip(NUMBERS, map(str, numbers), strict=True))
         return named | {"MASTER_ADDR": self.address, HOSTED: str(self.hosted)}
 
 
 def read_environment(variables: Mapping[str, str] = os.environ) -> TorchrunEnvironment | None:
-    """What torchrun has told this process; None if nobody but surgeon starts ranks."""
+    """Read torchrun's environment; None if nobody but surgeon starts ranks."""
     if not any(variables.get(name) for name in SIGNS):
         return None
     missing = [name for name in VARIABLES if not variables.get(name)]
@@ -128,7 +126,7 @@ def check_ranks(torchrun: TorchrunEnvironment, ranks: int) -> None:
 
 
 def ranks_of_this_machine(ranks: int) -> int:
-    """How many of so many ranks run on this machine."""
+    """Count those of so many ranks that run on this machine."""
     torchrun = read_environment()
     if torchrun is None:
         return ranks

@@ -1,9 +1,8 @@
 """Noticing that ranks are stuck: stopped from outside, or waiting for ever, which no closed connection tells of.
 
 Every rank sends a pulse now and then, from a thread of its own: it lives, and so far it has come. While there is work
-and none of them comes any further, time runs; after long enough the ranks are given up. A long prompt is no reason to:
-ranks get on within a pass, step by step. Nor is having nothing to do, nor that this process has been stopped itself,
-because time that nobody watched does not count.
+and none of them gets on, time runs; after long enough the ranks are given up. Long prompts, idle ranks, and time in
+which this process was stopped itself do not count.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ MISSED = 3  # a rank of which so many pulses are missing does not answer
 
 @dataclass(frozen=True)
 class Pulse:
-    """From every rank, now and then.
+    """A rank's sign of life.
 
     Attributes:
-        passes: how many forward passes it has computed; of the one being computed, the share of its steps.
+        passes: forward passes it has computed; of the one being computed, the share of its steps.
     """
 
     rank: int
@@ -29,15 +28,9 @@ class Pulse:
 
 
 class Watchdog:
-    """What the ranks' pulses tell; `check` is to be called every `interval` seconds."""
+    """The state of ranks by their pulses; `check` is to be called every `interval` seconds."""
 
     def __init__(self, names: Sequence[str], patience: float = PATIENCE_SECONDS) -> None:
-        """Begin to watch.
-
-        Args:
-            names: what messages call each rank.
-            patience: seconds without progress after which ranks are given up.
-        """
         self.interval = patience / PULSES
         self._names = tuple(names)
         self._patience = patience
@@ -52,15 +45,7 @@ class Watchdog:
         self._unheard[pulse.rank] = 0.0
 
     def check(self, seconds: float, busy: bool) -> str | None:
-        """Let time pass.
-
-        Args:
-            seconds: since the last call.
-            busy: whether ranks have anything to do.
-
-        Returns:
-            Why the ranks are to be given up, if they are.
-        """
+        """Let seconds pass, in which ranks were busy or not; returns why they are to be given up, if they are."""
         seconds = min(seconds, 2 * self.interval)  # what is more, this process was not there to see
         self._unheard = [each + seconds for each in self._unheard]
         self._stuck = self._stuck + seconds if busy else 0.0

@@ -34,8 +34,7 @@ from surgeon.runtime.batching.windows import PASS_TOKENS
 from surgeon.runtime.kernels.used import kernels_used, warn_without_kernels
 from surgeon.runtime.model.engine import Figures
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.plan.codas import with_coda
-from surgeon.runtime.plan.drafts import with_draft
+from surgeon.runtime.plan.drafts import with_coda, with_draft
 from surgeon.runtime.plan.memory import Capacity, choose_cache
 from surgeon.runtime.plan.stretches import with_stretches
 from surgeon.runtime.service_options import CODA, LOOKUP, ServiceOptions

@@ -1,4 +1,4 @@
-"""The client's side of one request: its events for whoever waits for them, and the text that its tokens make."""
+"""The client's side of one request: its events for whoever waits for them, and the text of its tokens."""
 
 from __future__ import annotations
 
@@ -22,14 +22,11 @@ Listener = Callable[[Event | Exception], None]
 class Stream:
     """The events of one request, as they come; for one consumer, of one of these kinds.
 
-    - `for event in stream` waits for each event. It ends after the one with a finish reason.
-    - `stream.listen(function)` has every event given to a function, on the service's own thread.
+    - `for event in stream` waits for each event. It ends after the one with a finish reason. -
+    `stream.listen(function)` has every event given to a function, on the service's own thread.
 
-    Whatever makes the request fail is raised to the first and given to the second: `RankFailed` if a rank does,
+    An error of the request is raised to the first and given to the second: `RankFailed` if a rank fails,
     `UndefinedLogits` if the model's logits are not finite.
-
-    Attributes:
-        id: the request's.
     """
 
     def __init__(self, request: int) -> None:
@@ -58,7 +55,7 @@ class Stream:
                 self._give(listener, self._events.get())
 
     def put(self, event: Event | Exception) -> None:
-        """Have one more event; for the service."""
+        """Add an event; for the service."""
         with self._lock:
             if self._listener is None:
                 self._events.put(event)
@@ -74,7 +71,7 @@ class Stream:
 
 @dataclass(kw_only=True)
 class Answer:
-    """All that the events of a request have brought so far; attributes as of `Event`."""
+    """The sum of a request's events so far; attributes as of `Event`."""
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
@@ -96,7 +93,7 @@ class Answer:
 
 
 class OpenRequest:
-    """What the service knows of a request until it has ended.
+    """The service's state of a request until it has ended.
 
     Attributes:
         stream: where its events go.
@@ -106,14 +103,16 @@ class OpenRequest:
         self.stream = Stream(request.id)
         self._request = request
         self._submitted = time.monotonic()
-        self._text = None if tokenizer is None else Continuation(tokenizer, request.prompt)
+        self._text = None
+        if tokenizer is not None:
+            self._text = Continuation(tokenizer, request.prompt)
         self._stops = StopTexts(request.sampling.stop)
         self._new = 0
         self._first = self._newest = 0.0  # when tokens came
         self._latest: Output | None = None
 
     def event(self, output: Output) -> Event | UndefinedLogits:
-        """What the client is told of something that came from the ranks."""
+        """Make an event for the client of the ranks' output."""
         token = output.token
         reason = output.finish_reason
         if reason == "undefined":
@@ -147,7 +146,9 @@ class OpenRequest:
     def _shown(self, token: int | None, last: bool) -> str:
         if self._text is None:
             return ""
-        text = "" if token is None else self._text.add(token)
+        text = ""
+        if token is not None:
+            text = self._text.add(token)
         shown = self._stops.add(text + self._text.rest() if last else text)
         if last:
             return shown + self._stops.rest()

@@ -21,8 +21,7 @@ def register() -> None:
     from vllm.transformers_utils import model_arch_config_convertor as shapes
 
     from surgeon.checkpoint.remote_code import PROGRAM
-    from surgeon.vllm_plugin.configs import CONFIGS
-    from surgeon.vllm_plugin.heads import with_all_heads
+    from surgeon.vllm_plugin.configs import CONFIGS, with_all_heads
     from surgeon.vllm_plugin.passes import ProgramPasses
 
     shape = with_all_heads(shapes.ModelArchConfigConvertorBase)

@@ -1,9 +1,8 @@
 """A program checkpoint as a model of vLLM: every rank runs its part of the program with the one executor.
 
-Embedding, output head and attention with its cache are vLLM's; what lies between is what this package's own runtime
-computes, read slice by slice from the checkpoint. The number of KV heads may differ between attentions and ranks (a
-rank may hold a whole attention of an LP pair), and a cache has the name of its slot and of that number, so that vLLM
-finds caches of the same name alike on all ranks.
+Embedding, output head and attention with its cache are vLLM's; this package's runtime computes what lies between. KV
+heads may differ in number between attentions and ranks (a rank may hold a whole attention of an LP pair), and a cache
+has the name of its slot and of that number, so that vLLM finds caches of the same name alike on all ranks.
 
 A pipeline stage runs a part of the program's nodes, and hands on the stream together with what is still to be added.
 """
@@ -39,6 +38,7 @@ from surgeon.runtime.kernels.triton.functions import Placing
 from surgeon.runtime.model.attending import Pass
 from surgeon.runtime.model.ends import Ends, embedded_among, read
 from surgeon.runtime.model.layers import plan_kernels, torch_dtype
+from surgeon.runtime.model.peers import Peers
 from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.model.rotary import rotation
 from surgeon.runtime.plan.checks import make_plan
@@ -52,7 +52,7 @@ MOST_RECORDED = 512  # tokens of passes that vLLM records by default
 
 
 class ProgramForCausalLM(nn.Module):
-    """What vLLM builds on each of its ranks for a program checkpoint."""
+    """The model that vLLM builds on each of its ranks for a program checkpoint."""
 
     supports_pp = True  # as vLLM asks
 
@@ -72,9 +72,10 @@ class ProgramForCausalLM(nn.Module):
         self.source = ModelWeights(Checkpoint(plan.folder), plan.family, plan.head_dim)
         device = torch.empty(0).device  # vLLM builds models with its own as the default
         program = Program(nodes)
-        self.rank_program = RankProgram(replace(plan, program=str(program)), connect(settings.reduce, program), device)
+        peers = Peers(connect(settings.reduce, program))
+        self.rank_program = RankProgram(replace(plan, program=str(program)), peers, device)
         attentions = self.rank_program.attentions()
-        self.rotaries = [plan.rotary_of(attention) for attention in attentions]
+        self.rotaries = [plan.arithmetic.rotary_of(attention) for attention in attentions]
         widths = [self._width(attention) for attention in attentions]
         self.sinks: list[Tensor] = []  # by slot; vLLM's attentions hold on to them, and `load_weights` fills them
         # vLLM wants a cache on every rank, also where a rank's part of the program has no attention.
@@ -86,7 +87,7 @@ class ProgramForCausalLM(nn.Module):
         self.loaded = False
 
     def _width(self, attention: Sublayer) -> tuple[int, int, int | None]:
-        """How many heads and KV heads this rank has of an attention, and how many tokens it looks at."""
+        """This rank's heads and KV heads of an attention, and its window."""
         units = shared_units(self.source.units, self.plan.latent)(attention)
         counts = units["heads"], units.get("kv_heads", units["heads"])
         heads, kv_heads = (end - first for first, end in (unit_bounds(count, attention.piece) for count in counts))
@@ -94,6 +95,7 @@ class ProgramForCausalLM(nn.Module):
 
     def _slot(self, vllm_config: Any, name: str, heads: int, kv_heads: int, window: int | None) -> Attention:
         plan = self.plan
+        scale = plan.arithmetic.attention_scale
         more = dict[str, Any]()
         if plan.family.attention.sinks is not None:
             more["sinks"] = torch.empty(heads)
@@ -103,18 +105,18 @@ class ProgramForCausalLM(nn.Module):
         return Attention(
             heads,
             plan.head_dim,
-            plan.head_dim**-0.5 if plan.attention_scale is None else plan.attention_scale,
+            plan.head_dim**-0.5 if scale is None else scale,
             num_kv_heads=kv_heads,
             cache_config=cache,
-            logits_soft_cap=plan.attention_softcap,
+            logits_soft_cap=plan.arithmetic.attention_softcap,
             per_layer_sliding_window=window,
             prefix=f"{name}.kv{kv_heads}window{window}",
             **more,
         )
 
     def _build_ends(self) -> None:
-        """The embedding and the head, as far as this stage has them."""
         plan = self.plan
+        arithmetic = plan.arithmetic
         family = self.plan.family
         first = self.stages.is_first_rank
         last = self.stages.is_last_rank
@@ -126,8 +128,8 @@ class ProgramForCausalLM(nn.Module):
                 self.head = self.head.tie_weights(self.embedding)
             self.logits_processor = LogitsProcessor(
                 plan.vocabulary,
-                scale=1.0 if plan.logit_scale is None else plan.logit_scale,  # after the cap: no family has both
-                soft_cap=plan.logit_softcap,
+                scale=1.0 if arithmetic.logit_scale is None else arithmetic.logit_scale,  # after the cap: none has both
+                soft_cap=arithmetic.logit_softcap,
             )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:  # noqa: ARG002 - would be whole tensors
@@ -149,7 +151,7 @@ class ProgramForCausalLM(nn.Module):
             parameter.weight_loader(parameter, read(self.source, plan, device, f"{stored[end]}.{what}"))
         self.ends = Ends(self.source, plan, device)
         like = torch.empty(0, dtype=torch_dtype(plan), device=device)
-        self.angles = tuple(rotation(rotary, plan.max_tokens, like) for rotary in plan.rotaries)
+        self.angles = tuple(rotation(rotary, plan.max_tokens, like) for rotary in plan.arithmetic.rotaries)
         self.turns = [turns(angles) for angles in self.angles]
         self.by_kernels = plan_kernels(plan, like) is not None
         if not self.by_kernels:
@@ -195,7 +197,9 @@ class ProgramForCausalLM(nn.Module):
         else:
             pending = intermediate_tensors["pending"]
             state = State(intermediate_tensors["stream"], lambda: pending)
-        attend_raw = None if self.by_kernels else partial(self._attend_raw, positions)
+        attend_raw = None
+        if not self.by_kernels:
+            attend_raw = partial(self._attend_raw, positions)
         waits = state.stream.device.type == "cpu" or len(state.stream) > MOST_RECORDED
         state = self.rank_program.run(state, Pass(self._attend, angles, attend_raw, waits))
         if not self.stages.is_last_rank:
@@ -224,7 +228,7 @@ class ProgramForCausalLM(nn.Module):
     def make_empty_intermediate_tensors(
         self, batch_size: int, dtype: torch.dtype, device: torch.device
     ) -> IntermediateTensors:
-        """What a stage gets in a pass that only measures memory."""
+        """A stage's inputs in a pass that only measures memory."""
         names = ("stream", "pending")
         size = batch_size, self.plan.hidden
         return IntermediateTensors({name: torch.zeros(size, dtype=dtype, device=device) for name in names})

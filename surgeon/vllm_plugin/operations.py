@@ -50,7 +50,7 @@ class CompiledNorm(Norm):
 
 def take_operations(program: RankProgram, ends: Ends, dtype: torch.dtype) -> None:
     """Have vLLM's compute what a rank's program and the norm behind it have loaded, wherever they compute the same."""
-    gate = gate_of(program.plan.activation)
+    gate = gate_of(program.plan.arithmetic.activation)
     ends.final_norm = _norm(ends.final_norm, dtype)
     for sublayer in program.sublayers.values():
         if isinstance(sublayer.norm, Norm):
@@ -68,7 +68,7 @@ def _norm(norm: Norm, dtype: torch.dtype) -> Norm:
 
 
 def gate_of(activation: str) -> Callable[[Tensor], Tensor] | None:
-    """What makes activated gates times values, (T, width), of both side by side; None for activations not in GATES."""
+    """A function to activated gates times values, (T, width), of both, (T, 2 * width); None without such a one."""
     name = GATES.get(activation)
 
     def gate(wide: Tensor) -> Tensor:
@@ -82,23 +82,13 @@ def gate_of(activation: str) -> Callable[[Tensor], Tensor] | None:
 
 
 def turns(angles: Angles) -> Tensor:
-    """Cosines and, behind them, sines of positions, (positions, R), as vLLM's operation wants them.
-
-    Args:
-        angles: of all positions, (positions, 1, R) each.
-    """
+    """Cosines and, behind them, sines of all positions, (positions, R), as vLLM's operation wants them."""
     half = angles[0].shape[-1] // 2
     return torch.cat([angles[0][:, 0, :half], angles[1][:, 0, half:]], -1).contiguous()
 
 
 def place_(x: Tensor, queries: int, placing: Placing, positions: Tensor, turned_by: Tensor | None) -> None:
-    """Queries and keys, (T, heads, D), normed by head and turned to their positions in place.
-
-    Args:
-        queries: how many of the heads are queries'.
-        positions: of the tokens, (T,).
-        turned_by: what `turns` gave, if there are rotary positions.
-    """
+    """Norm queries and keys, (T, heads, D), by head and turn them to their positions in place."""
     rotary.place_(x, placing._replace(angles=None), queries)
     if placing.angles is not None:
         torch.ops._C.rotary_embedding(positions, x.view(len(x), -1), None, x.shape[-1], turned_by, True)

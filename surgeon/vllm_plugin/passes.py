@@ -1,7 +1,7 @@
-"""How vLLM computes the passes of program checkpoints: not compiled, and recorded whole where each text gets one token.
+"""Passes of program checkpoints in vLLM: not compiled, and recorded whole where each text gets one token.
 
-Compilation would cut a pass at its attentions and record what lies between. A program's pass has nothing that waits for
-the host, and is recorded as a whole, late reductions on their stream included; prompts run as they are.
+Compilation would cut a pass at its attentions and record what lies between. A program's pass never waits for the host,
+and is recorded as a whole, late reductions on their stream included; prompts run as they are.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from surgeon.vllm_plugin.requirements import read_settings
 
 
 class ProgramPasses(VerifyAndUpdateConfig):  # type: ignore[misc]
-    """What vLLM asks, by architecture, before it fills in its own defaults."""
+    """vLLM's questions, by architecture, before it fills in its own defaults."""
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:

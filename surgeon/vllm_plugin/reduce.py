@@ -1,19 +1,15 @@
-"""How the ranks of vLLM's tensor-parallel group add up what they computed.
+"""Sums of what the ranks of vLLM's tensor-parallel group computed.
 
-A ladder's reductions have to travel while the next step computes, and vLLM's own all-reduce waits for the result:
+A ladder's reductions have to travel while the next step computes, and vLLM's own all-reduce waits for the result. So
+programs with late steps reduce on GPUs by vLLM's own on a stream beside the one that computes, on CPUs through memory
+that the processes of one machine share, or by gloo between machines. Other programs take vLLM's own, but shared memory
+where vLLM's CPU ranks have none (they need AVX-512).
 
-    side    vLLM's own on a stream beside the one that computes: GPUs
-    shm     this package's memory that the processes of one machine share: CPU ranks on one machine
-    torch   an asynchronous all-reduce of `torch.distributed`: gloo, or NCCL, which no recorded pass may hold
-    vllm    vLLM's own, which nothing overlaps
-    auto    for programs with late steps side on GPUs, shm where that can be, else torch; for other programs vllm, but
-            shm where vLLM's CPU ranks have no shared memory (they need AVX-512)
+Two busy CPU ranks took, for 2 KB to 256 KB: vLLM's 5 to 55 microseconds, shared memory 20 to 90, of which 10 to 35 to
+start one, gloo 250 to 1,300, of which 50.
 
-Two CPU ranks with other work beside them took, for 2 KB to 256 KB: vllm 5 to 55 microseconds, shm 20 to 90, of which
-10 to 35 to start one, torch (gloo) 250 to 1,300, of which 50. So something is to be won by the first only where nobody
-can use the time.
-
-The choice is made by `--additional-config '{"surgeon": {"reduce": "torch"}}'`.
+`reduce` "torch" has all go by an asynchronous all-reduce of `torch.distributed`: gloo, or NCCL, which no recorded pass
+may hold.
 """
 
 from __future__ import annotations
@@ -36,49 +32,32 @@ from surgeon.runtime.plan.placement import Group
 
 
 def connect(way: str, program: Program) -> Collectives:
-    """This rank's connection to the others of its tensor-parallel group; all of them call this at the same time.
-
-    Args:
-        way: one of `requirements.REDUCE`.
-        program: what the ranks are to run.
-    """
+    """Connect this rank to the others of its tensor-parallel group; all of them call this at the same time."""
     ranks = get_tp_group()
     if ranks.world_size == 1:
         return Alone()
-    late = any(step.late for step in steps_of(program.nodes))
-    if ranks.device.type != "cpu":
-        return _on_gpus(way if way != "auto" else "side" if late else "vllm", ranks)
-    on_one_machine = all(in_the_same_node_as(ranks.cpu_group))
-    if way == "side" or (way == "shm" and not on_one_machine):
-        needed = "GPUs" if way == "side" else "CPU ranks on one machine"
-        raise ValueError(f"reduce {way} in --additional-config needs {needed}; use torch or auto")
-    if on_one_machine and way != "torch":
-        asynchronous = _shared_memory(ranks)
-    else:
-        asynchronous = GroupCollectives(ranks)
-    if way == "auto":
-        # On CPUs this attribute says whether vLLM's ranks share memory.
-        if late or (on_one_machine and not ranks.device_communicator.supports_tensor_dict):
-            way = "shm"
-        else:
-            way = "vllm"
-    if way == "vllm":
-        return VllmCollectives(ranks, asynchronous)
-    return asynchronous
-
-
-def _on_gpus(way: str, ranks: Any) -> Collectives:
-    if way == "shm":
-        raise ValueError("reduce shm in --additional-config needs CPU ranks on one machine; use side or auto")
     if way == "torch":
         return GroupCollectives(ranks)
-    side = torch.cuda.Stream(ranks.device, priority=-1) if way == "side" else None  # ahead of what computes
-    return GpuCollectives(ranks, _members(ranks), ranks.all_reduce, ranks.device_communicator.pynccl_comm, side)
+    late = any(step.late for step in steps_of(program.nodes))
+    if ranks.device.type != "cpu":
+        side = torch.cuda.Stream(ranks.device, priority=-1) if late else None  # ahead of what computes
+        return GpuCollectives(ranks, _members(ranks), ranks.all_reduce, ranks.device_communicator.pynccl_comm, side)
+    asynchronous: Collectives
+    if all(in_the_same_node_as(ranks.cpu_group)):
+        asynchronous = _shared_memory(ranks)
+        late = late or not ranks.device_communicator.supports_tensor_dict  # then vLLM's ranks share no memory
+    else:
+        asynchronous = GroupCollectives(ranks)
+    if late:
+        return asynchronous
+    return VllmCollectives(ranks, asynchronous)
 
 
 def _shared_memory(ranks: Any) -> Collectives:
     """Rank 0 makes the memory, the others open it while rank 0 still waits for them."""
-    own = create_memory(ranks.world_size) if ranks.rank_in_group == 0 else None
+    own = None
+    if ranks.rank_in_group == 0:
+        own = create_memory(ranks.world_size)
     name = ranks.broadcast_object(None if own is None else f"/proc/{os.getpid()}/fd/{own}")
     descriptor = os.open(name, os.O_RDWR) if own is None else own
     ranks.barrier()
@@ -130,7 +109,6 @@ class GpuCollectives(Collectives):
     one stream: a communicator is never used by two at once.
 
     Args:
-        ranks: vLLM's tensor-parallel group.
         all_reduce: gives the sum of a tensor over the group's members, by the current stream.
         nccl: vLLM's NCCL communicator between them.
         side: the stream; None for the one that computes.

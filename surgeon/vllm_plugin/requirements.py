@@ -1,4 +1,4 @@
-"""What the plugin is told and cannot do, and how a program is cut into pipeline stages; nothing here needs vLLM."""
+"""The plugin's settings and limits, and a program's pipeline stages; nothing here needs vLLM."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from surgeon.errors import did_you_mean
 from surgeon.language.program import Node
 
 FORMATS = ("auto", "hf", "safetensors")  # of vLLM's --load-format
-REDUCE = ("auto", "side", "shm", "torch", "vllm")
+REDUCE = ("auto", "torch")
 LOW_RANK = ("replicate", "gather")
 
 
 @dataclass(frozen=True)
 class PluginSettings:
-    """What `--additional-config '{"surgeon": {...}}'` says.
+    """The settings in `--additional-config '{"surgeon": {...}}'`.
 
     Attributes:
-        reduce: how ranks add up what they computed, one of REDUCE; reduce.py says what they are.
-        low_rank: how ranks share matrices that are two factors, as `Plan.low_rank`: each has the first factors of what
-            reads the stream, or computes some of them and gathers the rest.
+        reduce: one of REDUCE (reduce.py).
+        low_rank: as `Plan.low_rank`: each rank has the first factors of what reads the stream, or computes some of them
+            and gathers the rest.
     """
 
     reduce: str = "auto"
@@ -28,7 +28,7 @@ class PluginSettings:
 
 
 def read_settings(additional_config: Any) -> PluginSettings:
-    """The plugin's part of vLLM's additional configuration."""
+    """Read the plugin's part of vLLM's additional configuration."""
     found = (additional_config or {}).get("surgeon", {})
     known = [field.name for field in fields(PluginSettings)]
     for name in found:
@@ -42,7 +42,7 @@ def read_settings(additional_config: Any) -> PluginSettings:
 
 
 def reason_against(vllm_config: Any) -> str | None:
-    """Why the plugin cannot run what vLLM is asked for; None if it can."""
+    """Say why the plugin cannot run what vLLM is asked for; None if it can."""
     parallel = vllm_config.parallel_config
     load_format = str(vllm_config.load_config.load_format)
     if vllm_config.quant_config is not None:

@@ -74,14 +74,14 @@ def test_programs_of_one_model_share_what_they_do_not_change(config: Path) -> No
 
     dense = engine("A0 F0 A1 F1 A2 F2 A3 F3")
     ladder = engine("A0 F0 >A1 >F1 >A2 >F2 A3 F3", dense)
-    assert ladder.model.sublayers == dense.model.sublayers
+    assert ladder.model.program.sublayers == dense.model.program.sublayers
     assert ladder.model.vocabulary.head is dense.model.vocabulary.head
     pair = engine("A0 F0 [A1 A2] [F1 F2] A3 F3", dense, ladder)
-    shared = dense.model.sublayers.keys() & pair.model.sublayers.keys()
+    shared = dense.model.program.sublayers.keys() & pair.model.program.sublayers.keys()
     assert {str(sublayer) for sublayer, *_ in shared} == {"A0/2:1", "F0/2:1", "A3/2:1", "F3/2:1"}
-    assert all(pair.model.sublayers[key] is dense.model.sublayers[key] for key in shared)
-    assert {str(sublayer) for sublayer, *_ in pair.model.sublayers.keys() - shared} == {"A2", "F2"}
-    attention = pair.model.sublayers[Sublayer("A", (2,)), (), None]
+    assert all(pair.model.program.sublayers[key] is dense.model.program.sublayers[key] for key in shared)
+    assert {str(sublayer) for sublayer, *_ in pair.model.program.sublayers.keys() - shared} == {"A2", "F2"}
+    attention = pair.model.program.sublayers[Sublayer("A", (2,)), (), None]
     assert isinstance(attention, Attention)
     alone = engine("A0 F0 [A1 A2] [F1 F2] A3 F3")
     assert torch.equal(alone.text_logits(IDS), pair.text_logits(IDS))
@@ -93,4 +93,6 @@ def test_other_weights_are_not_shared(config: Path, tmp_path: Path) -> None:
     engines: list[RankEngine] = []
     for path in (config, other):
         engines.append(RankEngine(make_plan(open_random(path), 1, 32), Alone(), CPU, engines))
-    assert not set(map(id, engines[0].model.sublayers.values())) & set(map(id, engines[1].model.sublayers.values()))
+    assert not set(map(id, engines[0].model.program.sublayers.values())) & set(
+        map(id, engines[1].model.program.sublayers.values())
+    )

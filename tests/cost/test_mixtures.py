@@ -30,9 +30,11 @@ from surgeon.runtime.model import layers, mixture, products
 from surgeon.runtime.model.attending import Pass
 from surgeon.runtime.model.layers import Attention
 from surgeon.runtime.model.mixture import Experts, MixtureOfExperts
+from surgeon.runtime.model.peers import Peers
 from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.placement import rank_work
+from surgeon.runtime.plan.specification import Arithmetic
 from tests.cost.examples import SIZES, hardware
 from tests.cost.test_passes import Nobody, counted
 from tests.tiny_models import HIDDEN, tiny_model
@@ -83,7 +85,7 @@ def test_arithmetic_is_that_of_the_runtime(program: str, texts: int, new: int, s
     model = tiny_model("qwen3_moe", num_layers=3)
     model.save_pretrained(tmp_path)
     plan, shapes = make_plan(tmp_path, 1, 64, program), ModelShapes.of("tiny", model.config)
-    runtime = RankProgram(plan, Alone(), torch.device("cpu"))
+    runtime = RankProgram(plan, Peers(Alone()), torch.device("cpu"))
     rank = RankWork(plan, shapes, lambda _: False, static)
     (work,) = rank_work(Program.parse(program), 0, 1)
     foretold = sum(item.flops for item in rank.items(work, Forward(texts, new)) if isinstance(item, Kernel))
@@ -118,7 +120,7 @@ def test_arithmetic_of_other_attentions_and_experts(family: str, program: str, r
     shapes = ModelShapes.of("tiny", model.config)
     plan, tokens = make_plan(tmp_path, ranks, 64, program), 5
     for rank in range(ranks):
-        runtime = RankProgram(plan, Nobody(rank, tuple(range(ranks))), torch.device("cpu"))
+        runtime = RankProgram(plan, Peers(Nobody(rank, tuple(range(ranks)))), torch.device("cpu"))
         (work,) = rank_work(Program.parse(program), rank, ranks)
         items = RankWork(plan, shapes, lambda _: False, static=False).items(work, Forward(1, tokens))
         products = [item for item in items if isinstance(item, Kernel) and item.nature == "product"]
@@ -136,7 +138,11 @@ def test_arithmetic_of_other_attentions_and_experts(family: str, program: str, r
 def test_experts_that_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By routers of random weights, the mean of many passes."""
     tiny_model("mixtral", num_layers=1, num_local_experts=16).save_pretrained(tmp_path)
-    runtime, read, tokens = RankProgram(make_plan(tmp_path, 1, 64, "F0"), Alone(), torch.device("cpu")), list[int](), 5
+    runtime, read, tokens = (
+        RankProgram(make_plan(tmp_path, 1, 64, "F0"), Peers(Alone()), torch.device("cpu")),
+        list[int](),
+        5,
+    )
     runtime.load(open_weights(tmp_path, runtime.plan.family, runtime.plan.head_dim))
     (made,) = runtime.sublayers.values()
     assert isinstance(made, MixtureOfExperts)
@@ -171,7 +177,8 @@ def test_collectives_are_those_that_the_runtime_counts(family: str, program: str
         config = AutoConfig.for_model(family, **MIXED | {"moe_intermediate_size": width})
     shapes = ModelShapes.of("tiny", config)
     plan = plan_on_paper(shapes, Program.parse(program), ranks, 8, "float32", "auto", "full")
-    plan = replace(plan, activation="silu", routing=shapes.family.mlp.mixture.routing(config))  # type: ignore[union-attr]
+    routing = shapes.family.mlp.mixture.routing(config)  # type: ignore[union-attr]
+    plan = replace(plan, arithmetic=Arithmetic(activation="silu", routing=routing))
     predicted = PredictedRanks(shapes, plan, hardware(), Deployment(ranks)).forward(Forward(1, 3), graphs=False)
     assert predicted.layers == counted(config, PredictedRanks(shapes, plan, hardware(), Deployment(ranks)), 0, None)
     assert predicted.layers.all_reduces == Program.parse(program).sync_points(ranks)

@@ -19,12 +19,12 @@ from surgeon.language.program import Program
 from surgeon.models.families import family_of
 from surgeon.models.shapes import ModelShapes
 from surgeon.models.weights import ModelWeights, NamedTensors
-from surgeon.runtime.comm.collectives import Collectives, Counts
-from surgeon.runtime.comm.quantised import Compressed, Compression
+from surgeon.runtime.comm.collectives import Collectives, Compressed, Counts
 from surgeon.runtime.model.attending import Pass
+from surgeon.runtime.model.peers import Peers
 from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.plan.placement import Group
-from surgeon.runtime.plan.specification import LowRankMode
+from surgeon.runtime.plan.specification import Arithmetic, LowRankMode
 from tests.cost.examples import SIZES, hardware
 
 TOKENS = 3
@@ -58,24 +58,27 @@ def weights_of(config: Any, program: Program) -> ModelWeights:
     return ModelWeights(NamedTensors(named), family, family.head_dim(config))
 
 
+SILU = Arithmetic(activation="silu")
+
+
 def counted(
-    config: Any, ranks: PredictedRanks, rank: int, compress: Compression | None, places: list[int] | None = None
+    config: Any, ranks: PredictedRanks, rank: int, compress: str | None, places: list[int] | None = None
 ) -> Counts:
     """What a rank of the runtime counts in one pass, in which something is asked of the tokens at some places."""
     nobody: Collectives = Nobody(rank, tuple(range(ranks.plan.ranks)))
     collectives = Compressed(nobody, compress) if compress else nobody
-    runtime = RankProgram(ranks.plan, collectives, torch.device("meta"))
+    runtime = RankProgram(ranks.plan, Peers(collectives), torch.device("meta"))
     runtime.load(weights_of(config, ranks.program))
     stream = torch.empty(TOKENS, ranks.plan.hidden, device="meta")
     runtime.stream_after(stream, Pass(lambda _, queries, *__: queries.flatten(1), (), waits=False), places=places)
-    return runtime.counts.layers
+    return runtime.peers.counts.layers
 
 
 def check(
     program: str,
     count: int,
     low_rank: LowRankMode = "auto",
-    compress: Compression | None = None,
+    compress: str | None = None,
     model: str = "llama",
 ) -> Counts:
     """Compare a program's collectives on so many ranks; returns them."""
@@ -83,7 +86,7 @@ def check(
     deployment = Deployment(count, compress=compress, low_rank=low_rank)
     shapes = ModelShapes.of(model, config)
     plan = plan_on_paper(shapes, Program.parse(program), count, 8, "float32", low_rank, "full")
-    ranks = PredictedRanks(shapes, replace(plan, activation="silu"), hardware(), deployment)
+    ranks = PredictedRanks(shapes, replace(plan, arithmetic=SILU), hardware(), deployment)
     predicted = ranks.forward(Forward(1, TOKENS), graphs=False)
     assert predicted.layers == counted(config, ranks, 0, compress)
     last = ranks.forward(Forward(1, TOKENS, asked=1), graphs=False)
@@ -96,7 +99,7 @@ def counted_bytes(program: str, count: int, low_rank: LowRankMode) -> int:
     config = AutoConfig.for_model("llama", **SIZES)
     shapes = ModelShapes.of("llama", config)
     plan = replace(
-        plan_on_paper(shapes, Program.parse(program), count, 8, "float32", low_rank, "full"), activation="silu"
+        plan_on_paper(shapes, Program.parse(program), count, 8, "float32", low_rank, "full"), arithmetic=SILU
     )
     ranks = PredictedRanks(shapes, plan, hardware(), Deployment(count, low_rank=low_rank))
     return counted(config, ranks, 0, None).bytes // TOKENS
@@ -132,7 +135,7 @@ def test_collectives_are_those_that_the_runtime_counts(program: str, ranks: int)
 
 @pytest.mark.parametrize("compress", ["int8", "int4"])
 @pytest.mark.parametrize("program", [WHOLE, FACTORED])
-def test_integers_are_counted_as_what_is_sent(program: str, compress: Compression) -> None:
+def test_integers_are_counted_as_what_is_sent(program: str, compress: str) -> None:
     found = check(program, 2, "gather", compress)
     assert found.all_reduces == 0 < found.all_gathers
     assert found.bytes < check(program, 2, "gather").bytes
@@ -145,7 +148,7 @@ def test_norms_behind_sublayers_keep_the_sums_of_a_step_apart() -> None:
 
 
 @pytest.mark.parametrize("compress", [None, "int8"])
-def test_norms_of_all_heads_are_one_more_small_sum_where_heads_are_divided(compress: Compression | None) -> None:
+def test_norms_of_all_heads_are_one_more_small_sum_where_heads_are_divided(compress: str | None) -> None:
     for program, ranks, divided in ((WHOLE, 2, 3), ("A0 F0 [A1 A2] [F1 F2]", 2, 1), ("A0 F0 [A1 A2] [F1 F2]", 4, 2)):
         found, like = check(program, ranks, compress=compress, model="olmo2"), check(program, ranks, compress=compress)
         assert found.all_reduces == like.all_reduces + divided

@@ -16,25 +16,22 @@ from surgeon.benchmarks.measure import Measurement, Result, Split
 from surgeon.benchmarks.tables import bench_record, bench_table
 from surgeon.cost.workload import Workload
 from surgeon.findings.bench import Benchmark
+from surgeon.models.families import FAMILIES
 from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.plan.specification import Plan
 from surgeon.words import NO_VALUE
 
 PLAN = Plan(
     folder=Path("model"),
-    model_type="llama",
+    family=FAMILIES["llama"],
     program="A0 F0 A1 F1",
     ranks=2,
     head_dim=8,
-    epsilon=1e-5,
-    activation="silu",
-    rotaries=(),
     hidden=32,
     vocabulary=97,
     layers=2,
     max_tokens=16,
     tied=False,
-    ends=(),
     dtype="float32",
 )
 

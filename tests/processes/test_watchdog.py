@@ -97,7 +97,7 @@ def test_an_engine_gets_on_within_a_pass(tmp_path: Path, monkeypatch: pytest.Mon
     reduce = RankMachine.reduce
 
     def noting(machine: RankMachine, partial: Partial) -> Pending:
-        found.append(engine.model.passes)
+        found.append(engine.model.program.passes)
         return reduce(machine, partial)
 
     monkeypatch.setattr(RankMachine, "reduce", noting)
@@ -105,4 +105,4 @@ def test_an_engine_gets_on_within_a_pass(tmp_path: Path, monkeypatch: pytest.Mon
     assert found == sorted(found)
     steps = [share / 6 for share in range(1, 7)]
     assert sorted(set(found)) == pytest.approx([*steps, *(1 + step for step in steps)])
-    assert engine.model.passes == 2
+    assert engine.model.program.passes == 2

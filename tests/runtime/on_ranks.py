@@ -66,9 +66,14 @@ def logits_as_timed(
 def held(rank: Rank, plan: Plan) -> tuple[set[int], int, int]:
     """The stored layers that a rank has weights of, the attentions that it caches, and their numbers per token."""
     engine = RankEngine(plan, rank.collectives, rank.device)
-    layers = {layer for sublayer, *_ in engine.model.sublayers for layer in sublayer.layers}
+    program = engine.model.program
+    layers = {layer for sublayer, *_ in program.sublayers for layer in sublayer.layers}
     cache = engine.new_cache(1)
-    return layers, len(engine.model.attentions()), cache_bytes(cache) // cache.tokens // cache.stored.element_size()
+    return (
+        layers,
+        len(program.attentions()),
+        cache_bytes(cache) // cache.tokens // cache.stored.element_size(),
+    )
 
 
 def chunked_logits(engine: RankEngine, chunks: list[Tensor]) -> Iterator[Tensor]:

@@ -168,7 +168,7 @@ def test_pipeline_stages(family: str, number: int, build: Build, tmp_path: Path)
     program = "A0 F0 >A1 >F1 {A2 | F2} >A3"
     expected = plain_logits(save(tmp_path, family, program), program, IDS)
     stages = [build(tmp_path, stage, number) for stage in range(number)]
-    assert [len(stage.rank_program.program) for stage in stages] == [6 // number] * number
+    assert [len(stage.rank_program.nodes) for stage in stages] == [6 // number] * number
     assert relative_error(logits(stages), expected) < 1e-4
     names = [slot.name for stage in stages for slot in stage.slots]
     assert len(set(names)) == len(names) == 4

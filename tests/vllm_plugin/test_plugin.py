@@ -18,7 +18,7 @@ from surgeon.checkpoint.remote_code import PROGRAM
 from surgeon.language.program import Program
 from surgeon.models.families import FAMILIES
 from surgeon.training.scratch.tracks import narrow
-from surgeon.vllm_plugin.heads import attentions_at_once, with_all_heads
+from surgeon.vllm_plugin.configs import attentions_at_once, with_all_heads
 from surgeon.vllm_plugin.requirements import reason_against, stage_nodes
 from tests.checkpoint.helpers import run_export, save_source
 from tests.tiny_models import tiny_model
@@ -126,7 +126,7 @@ def test_what_the_plugin_cannot_do(part: str | None, name: str, value: Any, mess
     ("level", "asked", "reduce", "recorded"),
     [
         (2, None, "auto", "FULL_DECODE_ONLY"),
-        (2, "FULL", "side", "FULL"),
+        (2, "FULL", "auto", "FULL"),
         (2, "NONE", "auto", "NONE"),
         (2, "FULL", "torch", "NONE"),
         (0, None, "auto", None),

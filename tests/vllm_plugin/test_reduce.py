@@ -19,9 +19,11 @@ from surgeon.language.program import Program
 from surgeon.models.weights import ModelWeights
 from surgeon.runtime.comm.collectives import Collectives
 from surgeon.runtime.model.attending import Pass
+from surgeon.runtime.model.peers import Peers
 from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.placement import Group
+from surgeon.runtime.plan.specification import Arithmetic
 from tests.tiny_models import tiny_model
 from tests.vllm_plugin import fake_streams, fake_vllm
 
@@ -76,8 +78,8 @@ class Together(Collectives):
 def stream_after(folder: Path, name: str, collectives: Collectives, seen: Callable[[int], None]) -> Tensor:
     """The stream behind a program on the first of its ranks; attentions look at each token alone."""
     ranks, program = PROGRAMS[name]
-    plan = replace(make_plan(folder, ranks, 32, program, low_rank="gather"), rotaries=())
-    rank = RankProgram(plan, collectives, torch.device("cpu"))
+    plan = replace(make_plan(folder, ranks, 32, program, low_rank="gather"), arithmetic=Arithmetic(1e-6, "silu"))
+    rank = RankProgram(plan, Peers(collectives), torch.device("cpu"))
     rank.load(ModelWeights(Checkpoint(plan.folder), plan.family, plan.head_dim))
 
     def attend(slot: int, queries: Tensor, keys_values: Tensor, _: Any) -> Tensor:
@@ -95,16 +97,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("way", ["auto", "side", "vllm"])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_nothing_is_read_before_it_has_come(name: str, way: str, side_by_side: Any, folder: Path) -> None:
+def test_nothing_is_read_before_it_has_come(name: str, side_by_side: Any, folder: Path) -> None:
     ranks, program = PROGRAMS[name]
     side_by_side.of(ranks)
-    collectives = side_by_side.connect(way, Program.parse(program))
+    collectives = side_by_side.connect("auto", Program.parse(program))
     found = stream_after(folder, name, collectives, lambda _: None)
     expected = stream_after(folder, name, Together(0, tuple(range(ranks))), lambda _: None)
     torch.testing.assert_close(found, expected)
-    assert (collectives.side is None) == (way == "vllm" or (way == "auto" and ">" not in program))
+    assert (collectives.side is None) == (">" not in program)
     if (
         collectives.side is not None
     ):  # a recording has to hold all that was sent: the stream joins the one that computes
@@ -121,12 +122,6 @@ def test_a_late_step_computes_while_a_sum_travels(side_by_side: Any, folder: Pat
 
 def test_what_gpus_cannot_do(side_by_side: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     side_by_side.of(4)
-    with pytest.raises(ValueError, match="reduce shm in --additional-config needs CPU ranks on one machine; use side"):
-        side_by_side.connect("shm", Program.parse(LADDER))
     monkeypatch.setattr(fake_vllm.Nccl, "disabled", True)
     with pytest.raises(ValueError, match="unset VLLM_DISABLE_PYNCCL"):
         side_by_side.connect("auto", Program.parse(LADDER)).subgroup((0, 1))
-    side_by_side.ranks.device.type = "cpu"
-    side_by_side.ranks.cpu_group = None
-    with pytest.raises(ValueError, match="reduce side in --additional-config needs GPUs; use torch or auto"):
-        side_by_side.connect("side", Program.parse(LADDER))

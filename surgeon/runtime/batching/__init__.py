@@ -1,1 +1,1 @@
-"""Which tokens of which requests a forward pass computes, and which blocks of the cache hold them. No tensors."""
+"""The tokens of requests that a forward pass computes, and the blocks of the cache that hold them. No tensors."""

@@ -1,41 +1,34 @@
-"""How many tokens are drafted ahead of each text, by what drafts have been worth so far.
+"""The number of tokens to draft ahead of each text, by the worth of drafts so far.
 
-A round is some passes of the draft, each of which adds a token to what is drafted, and one pass of the model that
-verifies. If each of k drafted tokens is right with the chance a, given that those before it are, a round adds
+A round is some passes of the draft, each of which drafts a token, and one pass of the model that verifies. If each of k
+drafted tokens is right with the chance a, given that those before it are, a round adds
 
     1 + a + a^2 + ... + a^k
 
 tokens to a text (Leviathan et al. 2023, Fast Inference from Transformers via Speculative Decoding, equation 1), and
-takes k D + V(k + 1) seconds, where D is a pass of the draft and V(n) one of the model over n tokens. Without drafts a
-token takes V(1). So drafts pay where
+takes k D + V(k + 1) seconds, where D is a pass of the draft and V(n) one of the model over n tokens. Drafts pay where
 
     (1 + a + ... + a^k) / (k D + V(k + 1)) > 1 / V(1)
 
-and best with the k for which the left side is greatest; with one token ahead that is a > (D + V(2)) / V(1) - 1. Of
-several texts computed together these are sums: a further token for a text adds a^j to what the round brings, and to
-what it takes what one more text adds to the draft's pass j, and one more token to the model's. Those most likely to be
+and best with the k for which the left side is greatest. For several texts these are sums: a further token for a text
+adds a^j to the round, one more text to the draft's pass j, and one more token to the model's. Tokens most likely to be
 right are taken first, as long as tokens per second become more.
 
-D, V and a are measured while texts are written: times by the number of tokens in a pass, chances by text, where the
-mean of all texts counts as much as a few tokens. Where nothing pays, nothing is drafted, but for a round now and then,
-in case that has changed; and where drafts pay, a pass now and then has none. For eight texts the question itself takes
-a tenth of a small model's pass: where the answer was none, it is asked again after 16 passes, or for other texts.
+D, V and a are measured while texts are written: times by tokens in a pass, chances by text, where the mean of all texts
+counts as a few tokens. Where nothing pays, a round is tried now and then; where drafts pay, a pass now and then has
+none. To ask takes a tenth of a small model's pass for eight texts: after a no, it is asked again after 16 passes, or
+for other texts.
 
-Estimates may be wrong, so that what drafts can lose is bounded by an account in seconds. Each drafted token that was
-right earns V(n) / n with n texts; passes of the draft cost what they took, and one of the model what it took beyond
-V(n). V(n) is a mean of the latest passes without drafts here, and drafts wait until there are five of these; a pass
-that was interrupted, with drafts or without, counts as twice what is usual. A round is drafted, as a trial or
-otherwise, only if what it costs where no draft is right is covered by what drafts have won, less what they have lost,
-and two passes, and 1.5% of the time of the latest thousand passes. So of a thousand passes' time at most 1.5% and two
-passes are lost, but for what a round takes beyond what was expected: passes of more tokens than any before are taken to
-need time in proportion to tokens, and a draft whose time is not known as long as the model; the first pass of a size,
-which may be recorded, as much longer than the next as others were.
+Estimates may be wrong, so that an account in seconds bounds the loss. Each right draft earns V(n) / n with n texts;
+passes of the draft cost their time, and one of the model its time beyond V(n), a mean of the latest five passes or more
+without drafts; an interrupted pass counts as twice what is usual. A round is drafted only if its cost where no draft is
+right is covered by the account, two passes, and 1.5% of the time of the latest thousand passes. Larger passes than any
+before are taken to need time in proportion to tokens, a draft whose time is not known as long as the model, and the
+first pass of a size, which may be recorded, as much longer than the next as others were.
 
-A draft with keys of its own first computes what it has missed of a text: m tokens take m times the seconds per token
-of such passes of the draft, or of the model's prompts until there was one. That may take as long as twelve passes of
-the latest thousand, or what drafts have won besides, and no longer than they are expected to save on the tokens that
-the text is expected to get yet; texts of which least is missed come first. So a long prompt waits until drafts of other
-texts have won what it takes, or for good, and twelve passes of a thousand may be lost besides. No tensors here.
+A draft with keys of its own first computes the tokens it has missed of a text, which may take as long as twelve passes
+of the latest thousand, or the account, and no longer than they are expected to save on the rest of the text; texts of
+which least is missed come first.
 """
 
 from __future__ import annotations
@@ -49,18 +42,28 @@ from math import inf
 from statistics import median
 
 MOST_AHEAD = 8
-FIRST_WAIT, LONGEST_WAIT = 16, 256  # passes without drafts until they are tried again; twice as many each time
+# Passes without drafts until they are tried again; twice as many each time
+FIRST_WAIT = 16
+LONGEST_WAIT = 256
 ASK_AFTER = 16  # passes without drafts, whether they pay
 LEAST_CHANCE = 0.02  # of a token that is drafted
 PLAIN_AFTER = 64  # rounds with drafts, one pass without comes, because how long that takes may change; earlier at first
 LEAST_GAIN = 1.05  # in tokens per second, that drafts are to promise
 FIRST_CHANCE = 0.8  # what is taken for a before anything is known
 OWN_WEIGHT = 4.0  # as how many tokens a mean counts
-OWN_FADE, ALL_FADE = 0.9, 0.99  # of what was seen, with each round
+# Of what was seen, with each round
+OWN_FADE = 0.9
+ALL_FADE = 0.99
 IDLE_FADE = 0.99  # with each pass in which nothing is drafted for a text
-NEWEST, NEWEST_SHORTER = 1 / 8, 1 / 2  # the weight of the newest time: it is no accident if a pass was fast
-LATEST, FEWEST = 64, 5  # passes without drafts that say what these take, at most and at least
-MAY_LOSE, MAY_LOSE_PASSES = 0.015, 2  # of the time of passes, and whole ones besides
+# The weight of the newest time: it is no accident if a pass was fast
+NEWEST = 1 / 8
+NEWEST_SHORTER = 1 / 2
+# Passes without drafts that say what these take, at most and at least
+LATEST = 64
+FEWEST = 5
+# Of the time of passes, and whole ones besides
+MAY_LOSE = 0.015
+MAY_LOSE_PASSES = 2
 ENOUGH = (
     12  # passes, to cover any trial: of the first ones of a size, which are recorded, one may take more than ever can
 )
@@ -78,7 +81,7 @@ def best_ahead(
     verifying: Callable[[int], float],
     covered: Callable[[float, int], bool] = lambda *_: True,
 ) -> tuple[list[int], float]:
-    """How many tokens to draft for each of some texts that are continued together, and the tokens per second then.
+    """Choose how many tokens to draft for each of some texts, and tell the tokens per second then.
 
     Args:
         chances: of each text's next drafted token to be right.
@@ -117,7 +120,7 @@ def best_ahead(
 
 @dataclass
 class Hits:
-    """How many drafted tokens were looked at, and how many of these were right; what is long ago counts less."""
+    """Counts of drafted tokens and of right ones; older ones count less."""
 
     tried: float = 0.0
     right: float = 0.0
@@ -128,25 +131,21 @@ class Hits:
         self.right = self.right * by
 
     def note(self, tried: int, right: int, fade: float) -> None:
-        """Add what a round has shown."""
+        """Add a round."""
         self.fade(fade)
         self.tried = self.tried + tried
         self.right = self.right + right
 
     def chance(self, prior: float) -> float:
-        """Of the next token to be right.
-
-        Args:
-            prior: what it is taken for where nothing was seen.
-        """
+        """Estimate the chance of the next token to be right, from a prior."""
         return (self.right + OWN_WEIGHT * prior) / (self.tried + OWN_WEIGHT)
 
 
 class PassTimes:
-    """Seconds of a kind of passes, by how many tokens they have.
+    """Seconds of a kind of passes, by their tokens.
 
     Attributes:
-        longer_at_first: than others of its size the first pass takes where it is recorded, as the newest have shown.
+        longer_at_first: by how much the first pass of a size takes longer than others, where it is recorded.
     """
 
     def __init__(self) -> None:
@@ -160,7 +159,7 @@ class PassTimes:
         self._counts = Counter[int]()
 
     def note(self, tokens: int, seconds: float) -> None:
-        """Add what a pass took; the first of a size may have been recorded, and does not count."""
+        """Add a pass; the first of a size may have been recorded, and does not count."""
         if tokens not in self._begun:
             self._begun[tokens] = seconds
             return
@@ -182,7 +181,9 @@ class PassTimes:
             self.longer_at_first = median(self._longer)
         else:
             before = self._seconds[tokens]
-            weight = NEWEST if seconds > before else NEWEST_SHORTER
+            weight = NEWEST_SHORTER
+            if seconds > before:
+                weight = NEWEST
             self._seconds[tokens] += (min(seconds, LONGEST * before) - before) * weight
 
     @property
@@ -190,15 +191,15 @@ class PassTimes:
         return bool(self._sizes)
 
     def count(self, tokens: int) -> int:
-        """How many passes of just this size were measured."""
+        """Count the measured passes of just this size."""
         return self._counts[tokens]
 
     def mean(self, tokens: int) -> float:
-        """What the latest passes of just this size took, of which one that was interrupted says little; 0 for none."""
+        """The mean of the latest passes of just this size, interrupted ones cut short; 0 for none."""
         return self._means.get(tokens, 0.0)
 
     def at_most(self, tokens: int) -> float:
-        """As `of`, but beyond what was measured in proportion to tokens, and with what a first pass takes besides."""
+        """Like `of`, but beyond what was measured in proportion to tokens, and with the surplus of a first pass."""
         longest = self.of(tokens) * max(1.0, tokens / self._sizes[-1])
         if tokens in self._seconds:
             return longest
@@ -212,10 +213,10 @@ class PassTimes:
         return min(self._begun.values(), default=None)
 
     def of(self, tokens: int) -> float:
-        """What a pass takes: between sizes that were measured in proportion, beyond them as the nearest.
+        """Estimate a pass: between measured sizes in proportion, beyond them as the nearest.
 
-        So larger passes than any before are expected to take no longer, until they are tried; but what the first one of
-        a size takes besides counts as far as it is to be used again.
+        Larger passes than any before are expected to take no longer, until they are tried; the surplus of a size's
+        first pass counts as far as the size is to be used again.
         """
         if tokens in self._seconds:
             return self._seconds[tokens]
@@ -231,7 +232,7 @@ class PassTimes:
 
 @dataclass
 class PerToken:
-    """Seconds that a token takes in large passes; what is long ago counts less."""
+    """Seconds that a token takes in large passes; older ones count less."""
 
     tokens: float = 0.0
     seconds: float = 0.0
@@ -243,12 +244,12 @@ class PerToken:
 
 
 class Ahead:
-    """Says how many tokens to draft.
+    """Chooses how many tokens to draft.
 
     Attributes:
         drafting: times of the draft's passes, by texts.
         verifying: times of the model's, by tokens.
-        missed: times of the draft's passes over what it had missed.
+        missed: times of the draft's passes over missed tokens.
         prompts: of the model's over prompts.
     """
 
@@ -259,21 +260,27 @@ class Ahead:
         self.prompts = PerToken()
         self._all = Hits()
         self._wait = FIRST_WAIT
-        self._drafted, self._alike = False, 0  # whether the last pass had drafts, and how many before it were so, too
-        self._texts, self._plain = 0, 0.0  # of this round, and what a pass takes without drafts
+        # Whether the last pass had drafts, and how many before it were so, too
+        self._drafted = False
+        self._alike = 0
+        # Of this round, and what a pass takes without drafts
+        self._texts = 0
+        self._plain = 0.0
         self._unasked = 0  # passes more without drafts, until it is asked whether they pay
-        self._spent, self._won = 0.0, 0.0  # the account, in seconds
+        # The account, in seconds
+        self._spent = 0.0
+        self._won = 0.0
         self._made_up = 0.0  # of these, what the draft took for what it had missed
 
     def choose(
         self, texts: Several[Hits], most: Several[int], missed: Several[int] = (), further: Several[int] = ()
     ) -> list[int]:
-        """How many tokens to draft for each of some texts that are continued together.
+        """Choose how many tokens to draft for each of some texts that are continued together.
 
         Args:
-            texts: what was seen of each.
-            most: that may be drafted for it.
-            missed: tokens of each that the draft has to compute first, if it ever has to.
+            texts: their hits.
+            most: that may be drafted for each.
+            missed: tokens of each that the draft has to compute first.
             further: how many each is expected to get yet, where some are missed.
         """
         found = [0] * len(texts)
@@ -313,11 +320,14 @@ class Ahead:
         if not due or not any(trial) or to_lose < min(cost, ENOUGH * self._plain):
             self._unasked = ASK_AFTER - 1
             return nothing
-        self._wait = min(2 * self._wait, LONGEST_WAIT) if self.drafting.known else FIRST_WAIT
+        if self.drafting.known:
+            self._wait = min(2 * self._wait, LONGEST_WAIT)
+        else:
+            self._wait = FIRST_WAIT
         return trial
 
     def _best(self, texts: Several[Hits], most: Several[int], to_lose: float) -> list[int]:
-        """Those with the most tokens per second, of those that lose no more seconds where no draft is right."""
+        """Maximise tokens per second among choices that lose no more seconds where no draft is right."""
         if not self.drafting.known:
             return [0] * len(texts)
         chances = self._chances(texts)
@@ -333,7 +343,6 @@ class Ahead:
         return [text.chance(prior) for text in texts]
 
     def _worth_of_missed(self, texts: Several[Hits], most: Several[int], further: Several[int]) -> list[float]:
-        """Seconds that drafts are expected to save on each text."""
         if not self.drafting.known:
             return [0.0] * len(texts)
         _, rate = best_ahead(self._chances(texts), most, self.drafting.of, self.verifying.of)
@@ -341,7 +350,7 @@ class Ahead:
         return [saved * tokens for tokens in further]
 
     def _within(self, most: Several[int], missed: Several[int], worth: Several[float], to_make_up: float) -> list[int]:
-        """The same numbers, but 0 where what was missed takes longer than it is worth, or all of it may take."""
+        """Set numbers to 0 where missed tokens take longer than they are worth, or than all may take."""
         found = list(most)
         for text in sorted(range(len(missed)), key=missed.__getitem__):
             seconds = missed[text] * self._per_missed
@@ -352,7 +361,10 @@ class Ahead:
 
     @property
     def _per_missed(self) -> float:
-        known = self.missed if self.missed.tokens else self.prompts
+        if self.missed.tokens:
+            known = self.missed
+        else:
+            known = self.prompts
         if known.tokens:
             return known.seconds / known.tokens
         return self._plain
@@ -365,20 +377,20 @@ class Ahead:
         return self._plain + self.verifying.longer_at_first
 
     def note_draft(self, texts: int, seconds: float) -> None:
-        """Note what a pass of the draft took."""
+        """Add a pass of the draft."""
         longest = LONGEST * max(self._drafting_at_most(texts), self._plain)
         self.drafting.note(texts, seconds)
         self._spent = self._spent + seconds
         self._won = self._won - min(seconds, longest)
 
     def note_missed(self, tokens: int, seconds: float) -> None:
-        """Note what a pass of the draft took that made up for many tokens."""
+        """Add a pass of the draft that made up for many tokens."""
         self._spent += seconds
         self._made_up += min(seconds, LONGEST * max(tokens * self._per_missed, self._plain))
         self.missed.note(tokens, seconds)
 
     def note_pass(self, tokens: int, seconds: float) -> None:
-        """Note what a pass of the model took."""
+        """Add a pass of the model."""
         self._spent = ACCOUNT_FADE * self._spent + seconds
         self._won = ACCOUNT_FADE * self._won
         self._made_up *= ACCOUNT_FADE
@@ -388,7 +400,7 @@ class Ahead:
         self.verifying.note(tokens, seconds)
 
     def verified(self, text: Hits, drafted: int, right: int) -> None:
-        """Note how many drafted tokens of a text were right; of those behind a wrong one nothing is known."""
+        """Add how many drafted tokens of a text were right; of those behind a wrong one nothing is known."""
         if drafted:
             self._won += right * self._plain / self._texts
             tried = min(drafted, right + 1)

@@ -1,19 +1,15 @@
-"""Which blocks of a cache belong to which sequence: allocation, counted references, reuse of what prefixes share.
+"""Blocks of a cache and the sequences that they belong to: allocation, counted references, shared prefixes.
 
-A cache for keys and values is cut into blocks of as many tokens each. A sequence's `BlockTable` lists its blocks in
-order; a full block whose tokens have been computed can be read by every later sequence that begins with the same
-tokens. Only full blocks are shared and nobody writes to them again, so nothing ever has to be copied. A block that
-nobody uses stays known until its room is needed; the least recently used go first, of one sequence the last before the
-first.
+A sequence's `BlockTable` lists its blocks in order; a full, computed block can be read by every later sequence that
+begins with the same tokens, and is never written again. A block that nobody uses stays known until its room is needed;
+the least recently used go first, of one sequence the last before the first.
 
-Attentions that look back through windows of different sizes are groups, and a sequence has a table for each. All
-groups take their blocks from one pool, and a block holds what the attentions of its group keep, so that memory goes to
-whoever needs it: long texts mostly to those that look at everything. What no window reaches any more is given back.
-A sequence shares a prefix where every group knows what the next token looks at: of one with a window the last blocks.
+Attentions that look back through windows of different sizes are groups, and a sequence has a table for each; all take
+their blocks from one pool, and give back those that no window reaches any more. A sequence shares a prefix where every
+group knows what the next token looks at: of one with a window the last blocks.
 
 Where it can, the pool hands out consecutive blocks: a new sequence starts in the middle of the widest gap, so that it
-and the one before it can both grow, and grows into the block behind its last one. The keys of such a sequence are a
-view of the cache, and attention reads them where they lie. No tensors here.
+and the one before it can both grow. The keys of such a sequence are a view of the cache.
 """
 
 from __future__ import annotations
@@ -47,16 +43,16 @@ class BlockTable:
 
     @property
     def length(self) -> int:
-        """Blocks of all tokens, those that are gone among them."""
+        """Count the blocks of all tokens, those that are gone among them."""
         return self.gone + len(self.blocks)
 
     def cut(self, length: int) -> list[int]:
-        """Take off the blocks behind the first so many; returns them."""
+        """Take off and return the blocks behind the first so many."""
         kept = max(0, length - self.gone)
         return self._keep(self.gone, self.blocks[:kept], self.blocks[kept:])
 
     def leave(self, gone: int) -> list[int]:
-        """Take off the blocks before the one of this number; returns them."""
+        """Take off and return the blocks before the one of this number."""
         return self._keep(gone, self.blocks[gone - self.gone :], self.blocks[: gone - self.gone])
 
     def _keep(self, gone: int, kept: list[int], taken: list[int]) -> list[int]:
@@ -78,12 +74,12 @@ class BlockTable:
 
 
 class SequenceBlocks:
-    """What one sequence holds.
+    """The blocks of one sequence.
 
     Attributes:
         tables: by group.
         known: how many blocks' tokens, from the first on, are known to others.
-        number: what they are known under.
+        number: of the prefix that they are known as.
     """
 
     def __init__(self, tables: Sequence[BlockTable] = (), known: int = 0, number: int = ROOT) -> None:
@@ -102,7 +98,7 @@ class Prefix(NamedTuple):
 
     Attributes:
         blocks: how many it has.
-        number: what it is known under.
+        number: of the prefix.
         shared: the last of them, by group: all that the sequence will look at.
     """
 
@@ -120,7 +116,7 @@ class Gaps:
         self._start_of = {blocks: 0} if blocks else {}
 
     def give(self, block: int) -> None:
-        """Put a block back: it joins the gaps that end and begin there."""
+        """Put a block back; it joins the gaps that end and begin there."""
         start = self._start_of.pop(block, block)
         end = self._end_of.pop(block + 1, block + 1)
         self._end_of.pop(start, None)
@@ -144,7 +140,7 @@ class Gaps:
         return self._end_of.get(start, start) - start
 
     def widest(self) -> int:
-        """Where the longest gap starts; there must be one."""
+        """The start of the longest gap; there must be one."""
         return max(self._end_of, key=self.length_at)
 
     def _add(self, start: int, end: int) -> None:
@@ -177,15 +173,15 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Blocks that nobody uses."""
+        """Count the blocks that nobody uses."""
         return self._gaps.total + len(self._idle)
 
     def blocks_for(self, tokens: int) -> int:
-        """How many blocks hold so many tokens of one group."""
+        """Count the blocks that so many tokens of one group take."""
         return blocks_for(tokens, self.block_tokens)
 
     def match(self, tokens: Sequence[int], most: int | None = None, root: int = ROOT) -> Prefix:
-        """What a sequence like this one can share; at least its last token is left to compute.
+        """Find the prefix that a sequence can share; at least its last token is left to compute.
 
         Args:
             most: blocks that it may share, any number if None.
@@ -209,7 +205,7 @@ class BlockPool:
         return Prefix(length, path[length - 1] if length else root, shared)
 
     def _shareable(self, group: int, path: Sequence[int]) -> set[int]:
-        """How many of a path's blocks a sequence can share, as far as one group goes."""
+        """Count a path's blocks that a sequence can share, as far as one group goes."""
         size = self.block_tokens
         window = self.windows[group]
         known = 0
@@ -221,7 +217,7 @@ class BlockPool:
         return found
 
     def open(self, prefix: Prefix) -> SequenceBlocks:
-        """The blocks of a sequence that shares a prefix, as `match` gave it just now."""
+        """Open the blocks of a sequence that shares a prefix, as `match` gave it just now."""
         tables = [BlockTable(prefix.blocks - len(blocks)) for blocks in prefix.shared]
         for table, blocks in zip(tables, prefix.shared, strict=True):
             for block in blocks:
@@ -232,11 +228,7 @@ class BlockPool:
         return SequenceBlocks(tables, prefix.blocks, prefix.number)
 
     def lacking(self, own: SequenceBlocks, end: int, whole: int = 0) -> int:
-        """How many blocks a sequence needs to have room for its tokens up to `end`.
-
-        Args:
-            whole: and in groups without a window for so many.
-        """
+        """Count the blocks that a sequence lacks for its tokens up to `end`."""
         return sum(max(0, length) for length in self._missing(own, end, whole))
 
     def _missing(self, own: SequenceBlocks, end: int, whole: int) -> list[int]:
@@ -244,24 +236,19 @@ class BlockPool:
         return [self.blocks_for(end) - table.length for end, table in zip(ends, own.tables, strict=True)]
 
     def still_to_come(self, own: SequenceBlocks, tokens: int) -> int:
-        """How many more blocks a sequence will hold at a time, at most, until it has so many tokens."""
+        """Count the blocks that a sequence will take besides those it has, at most, until it has so many tokens."""
         most = (most_held(tokens, window, self.block_tokens) for window in self.windows)
         return sum(max(0, all_ - len(table.blocks)) for all_, table in zip(most, own.tables, strict=True))
 
     def reach(self, own: SequenceBlocks, begin: int, end: int, whole: int = 0, free: int | None = None) -> int:
-        """Up to which token, from `begin` to `end`, there are blocks for a sequence, its own and free ones.
-
-        Args:
-            whole: as in `lacking`.
-            free: that it may have; those that nobody uses if None.
-        """
+        """Find the token, from `begin` to `end`, up to which there are blocks for a sequence, its own and free ones."""
         free = self.free if free is None else free
         while end > begin and self.lacking(own, end, whole) > free:
             end = max(begin, (end - 1) // self.block_tokens * self.block_tokens)
         return end
 
     def grow(self, own: SequenceBlocks, end: int, whole: int = 0) -> None:
-        """Give a sequence what it is `lacking`; there must be as many free."""
+        """Give a sequence the blocks that it is `lacking`; there must be as many free."""
         for table, new in zip(own.tables, self._missing(own, end, whole), strict=True):
             self._extend(table, max(0, new))
 
@@ -284,7 +271,7 @@ class BlockPool:
             new -= len(taken)
 
     def shrink(self, own: SequenceBlocks, tokens: int) -> None:
-        """Give back what a sequence has behind its first so many tokens: room for some that did not come."""
+        """Give back a sequence's blocks behind its first so many tokens: room for some that did not come."""
         length = self.blocks_for(tokens)
         assert own.known <= length, f"{length} blocks are to stay and {own.known} are known"
         for table in own.tables:
@@ -311,7 +298,7 @@ class BlockPool:
                 self._gaps.give(block)
 
     def _begin(self, new: int) -> list[int]:
-        """Up to so many blocks in the widest gap; in its middle if a sequence before it may want to grow."""
+        """Take up to so many blocks in the widest gap; in its middle if a sequence before it may want to grow."""
         start = self._gaps.widest()
         room = self._gaps.length_at(start)
         if new >= room:

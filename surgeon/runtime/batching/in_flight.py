@@ -1,15 +1,12 @@
-"""What passes compute that follow one another through ranks with stretches of a model.
+"""Passes that follow one another through ranks with stretches of a model.
 
-The scheduler of batching/scheduler.py, but that what a pass brings comes some passes later. A pass goes through all
-ranks in the order in which it was sent, so what was sent counts as computed: whoever reads a key later finds it. A text
-whose newest token is on its way waits for what comes next; meanwhile the next pass takes others. So each has at most
-the share of one rank of the texts that run, and as many passes are on their way as there are ranks.
+The scheduler of scheduler.py, but that results come some passes later. Passes go through all ranks in the order in
+which they were sent, so what was sent counts as computed. A text whose newest token is on its way waits; meanwhile the
+next pass takes others. So each has at most the share of one rank of the texts that run.
 
-Where there are fewer texts than ranks and a coda drafts, a greedy text goes on with what is drafted, one token in each
-pass. A draft that turns out to be something else is wrong, and with it all behind it: the text goes on at its place,
-and what is on its way behind the wrong one does not count. So the tokens are those without drafts.
-
-No tensors here.
+Where there are fewer texts than ranks and a coda drafts, a greedy text goes on with its drafts, one token in each pass.
+Behind a wrong one the text goes on at its place, and later ones on their way do not count: tokens are those without
+drafts.
 """
 
 from __future__ import annotations
@@ -35,13 +32,13 @@ class InFlight(Scheduler):
 
     @property
     def window(self) -> int:
-        """How many tokens of a text may be on their way."""
+        """The number of tokens of a text that may be on their way."""
         if self._drafts:
             return -(-self.limits.stretches // max(1, len(self.running)))
         return 1
 
     def _continued(self) -> list[ScheduledChunk]:
-        """The next texts that lack one token, each with blocks for it: those whose next token is known come first."""
+        """The next texts that lack one token, with blocks for it; those whose next token is known come first."""
         ready = [one for one in self.running if len(one.tokens) - one.computed == 1 and one.unverified < self.window]
         ready.sort(key=lambda sequence: sequence.unverified)
         chunks: list[ScheduledChunk] = []
@@ -59,7 +56,7 @@ class InFlight(Scheduler):
         super()._put_back(sequence)
 
     def drafts_behind(self, chunk: ScheduledChunk) -> bool:
-        """Whether a planned chunk's last token is one that a draft is to follow."""
+        """Tell whether a draft is to follow a planned chunk's last token."""
         sequence = chunk.sequence
         longest = sequence.last - 1 if sequence.prompt > self._border else min(sequence.last - 1, self._border)
         return self.window > 1 and chunk.wanted == Wanted.BEST and len(sequence.tokens) < longest
@@ -77,7 +74,7 @@ class InFlight(Scheduler):
         return outputs
 
     def counts(self, sequence: Sequence, row: Row) -> bool:
-        """Whether what comes behind a row is the next token of its text: the row ends with the newest certain one.
+        """Tell whether a row brings the next token of its text: it ends with the newest certain one.
 
         One of another draft's place ends elsewhere, or has another token there; passes arrive in their order.
         """

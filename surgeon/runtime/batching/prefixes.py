@@ -1,8 +1,7 @@
-"""Beginnings of texts in whole blocks, each known under a number, as long as somebody needs to know it.
+"""Beginnings of texts in whole blocks, each known under a number, as long as somebody holds it.
 
-A beginning is found by exact comparison: by the number of the one that is a block shorter, and its last block's tokens.
-There are no hashes that could collide. Every longer beginning holds the one before it: what a window has left behind
-may have lost its block long ago while blocks further on are still shared.
+A beginning is found by exact comparison, without hashes that could collide: by the number of the one that is a block
+shorter, and its last block's tokens. Every longer beginning holds the one before it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ ROOT = 0  # the beginning without tokens; numbers below are others of that kind,
 
 
 class KnownPrefixes:
-    """The beginnings that are known."""
+    """Known beginnings."""
 
     def __init__(self) -> None:
         self._numbers = count(ROOT + 1)
@@ -23,11 +22,11 @@ class KnownPrefixes:
         self._holds: dict[int, int] = {}
 
     def find(self, before: int, tokens: tuple[int, ...]) -> int | None:
-        """The number of what goes on from a beginning with a block of these tokens; None if it is not known."""
+        """Find what goes on from a beginning with a block of these tokens; None if it is not known."""
         return self._found.get((before, tokens))
 
     def add(self, before: int, tokens: tuple[int, ...]) -> int:
-        """The same; it is made known, and must be held before anything is let go."""
+        """Find it or make it known; it must be held before anything is let go."""
         key = before, tokens
         number = self._found.get(key)
         if number is None:
@@ -39,7 +38,7 @@ class KnownPrefixes:
         return number
 
     def hold(self, number: int) -> None:
-        """Have it known until it is let go as often as it was held."""
+        """Keep it known until it is let go as often as it was held."""
         if number > ROOT:
             self._holds[number] += 1
 

@@ -1,8 +1,4 @@
-"""What a client asks of a running model and what comes back: requests, how to sample, and events.
-
-Everything here is plain data without tensors: it travels between the client's process and the ranks, and the
-scheduler and a server read it without importing torch.
-"""
+"""Requests of a client, how to sample, and events that come back: plain data, read without importing torch."""
 
 from __future__ import annotations
 
@@ -92,7 +88,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether nothing but the most likely token is asked for, for which ranks need not exchange all logits."""
+        """Whether nothing but the most likely token is asked for, so that ranks need not exchange all logits."""
         changed = self.repetition_penalty != 1 or self.suppress_tokens or self.begin_suppress_tokens
         return not self.draws and not changed and self.logprobs is None
 
@@ -172,13 +168,13 @@ class Usage:
 
     @property
     def tokens_per_pass(self) -> float:
-        """How many tokens each of the model's passes over the text has added, the last one of its prompt among them."""
+        """Tokens that each of the model's passes over the text has added, the last one of its prompt among them."""
         return self.new / max(1, self.new - self.accepted)
 
 
 @dataclass(frozen=True)
 class Event:
-    """What is new about a request.
+    """News of a request.
 
     Attributes:
         request: the request's id.
@@ -189,10 +185,10 @@ class Event:
         finish_reason: in the last event "stop" (an end token or a stop text), "length" or "cancelled".
         usage: tokens so far.
         queue_seconds: from `submit` until the request was first let in; 0 if it was cancelled before.
-        prompt_logprobs: of the next tokens of the prompt, if asked for: of its second token first, and of all of them
-            by the time that the first new token comes.
-        offsets: where each of `tokens` begins in the text of all events, in characters; of end tokens, which are no
-            text, where they stand. Empty if the service has no tokenizer.
+        prompt_logprobs: of the next tokens of the prompt, if asked for, from its second token on; all of them have come
+            with the first new token.
+        offsets: where each of `tokens` begins in the text of all events, in characters; of end tokens, where they
+            stand. Empty if the service has no tokenizer.
     """
 
     request: int
@@ -208,7 +204,7 @@ class Event:
 
 @dataclass
 class Tally:
-    """What a scheduler has done so far.
+    """A scheduler's counts so far.
 
     Attributes:
         prompt_tokens: of requests let in.
@@ -231,7 +227,7 @@ class Tally:
 
 @dataclass
 class Stats(Tally):
-    """What a service is doing, and what it has done since it started.
+    """A service's counts: now, and since it started.
 
     Attributes:
         running: requests that are let in.

@@ -1,33 +1,24 @@
-"""What every forward pass computes: continuous batching, chunks of prompts, admission, preemption, cancellation.
+"""Continuous batching: the content of every forward pass, chunks of prompts, admission, preemption, cancellation.
 
-Only rank 0 has a scheduler; the other ranks are sent the rows of each pass. A pass takes, in this order,
+Only rank 0 has a scheduler. A pass takes, in this order,
 
-1. one token of every sequence that is being continued, the oldest first, and behind it those that were drafted;
-2. the next chunk of every prompt that has been begun, as far as the budget of tokens goes;
-3. the first chunk of waiting requests, first come, first served: nobody is let past one that does not fit yet.
+1. one token of every sequence that is being continued, the oldest first, and behind it those that were drafted; 2. the
+next chunk of every prompt that has been begun, as far as the budget of tokens and free blocks go; 3. the first chunk of
+waiting requests, first come, first served: nobody is let past one that does not fit yet.
 
 A request is let in when there are free blocks for all its tokens so far, and for what it and all running ones are
-expected to add: of their limits the share that the newest requests have come to (`Expectation`), at first all of it; of
-running ones a block at least. So there are as many texts at a time as fit, and next to none has to give way: that would
-cost far more passes over prompts than a text that waits. When a sequence needs a block nevertheless and none is free,
-the youngest running one is preempted: it gives back its blocks, goes to the front of the queue, and is computed again
-later from prompt and output so far. What it gave back can be shared until it is overwritten, its own return included,
-so this often costs little. The oldest sequence is never preempted by others and no request is accepted that could not
-run alone, so all of them end.
+expected to add (`Expectation`), of running ones a block at least. When a sequence needs a block nevertheless and none
+is free, the youngest running one is preempted: it gives back its blocks, which can be shared until they are
+overwritten, goes to the front of the queue, and is computed again later. The oldest is never preempted by others and no
+request is accepted that could not run alone, so all of them end.
 
-In groups with a window a prompt gets blocks chunk by chunk, and gives back behind it what no window reaches. A chunk is
-as long as there are blocks for it.
+In groups with a window a prompt gets blocks chunk by chunk, and gives back behind it what no window reaches.
 
-Drafted tokens (`Limits.draft_tokens`) get blocks where there are free ones, and nobody is preempted for them. Those
-that turn out wrong are forgotten: what the cache holds of them is overwritten by the tokens that come in their place,
-and blocks that only they needed are given back. A draft with keys of its own (`catches_up`) first computes what it has
-missed: prompts, what was computed while nothing was drafted, or before a text was preempted or shared by another one.
-That is `pass_tokens` in a pass at most, and a text that still lacks some is drafted for in a later one.
+Drafted tokens (`Limits.draft_tokens`) get free blocks, and nobody is preempted for them. Wrong ones are overwritten. A
+draft with keys of its own (`catches_up`) first computes what it has missed, `pass_tokens` in a pass at most; a text
+that still lacks some is drafted for in a later one.
 
-A request that asks how likely its prompt is shares no blocks until that is known: what they hold are keys and values,
-not predictions.
-
-No tensors here.
+A request that asks how likely its prompt is shares no blocks until that is known: they hold no predictions.
 """
 
 from __future__ import annotations
@@ -57,20 +48,19 @@ from surgeon.runtime.batching.windows import PASS_TOKENS
 
 @dataclass(frozen=True)
 class Limits:
-    """What passes have, and texts.
+    """Limits of passes and texts.
 
     Attributes:
         max_batch: sequences in one pass.
         max_tokens: tokens of one sequence, prompt and output.
-        pass_tokens: of prompts, in one pass; of texts that are continued, with what is drafted for them, as many more.
+        pass_tokens: of prompts, in one pass; of texts that are continued, with their drafts, as many more.
         ends: token ids that end a text.
-        draft_tokens: how many tokens are drafted at a time for a sequence that is being continued; no more than
-            `max_batch` of them have in `pass_tokens`.
+        draft_tokens: drafted at a time for a sequence; no more than `max_batch` of them have in `pass_tokens`.
         long_texts: that turn otherwise than short ones, if any.
-        expected_share: what share of the tokens that they may add texts are expected to add, before any has ended.
+        expected_share: of the tokens that texts may add, before any has ended.
         as_pays: whether fewer tokens are drafted, or none, where that is faster.
-        looked_up: whether a text's drafts are what it has in itself (lookup.py); otherwise passes draft them.
-        stretches: how many ranks a pass goes through, one after the other (in_flight.py).
+        looked_up: whether drafts are looked up in a text itself (`Lookup`).
+        stretches: ranks that a pass goes through, one after the other (in_flight.py).
     """
 
     max_batch: int
@@ -90,16 +80,15 @@ NOTHING = (None, None)  # in place of a choice
 
 
 class Output(NamedTuple):
-    """What a pass brought for one request; what the client's process is sent.
+    """The result of a pass for one request, as the client's process is sent it.
 
     Attributes:
         token: the new one, if any.
         finish_reason: if this was the last.
         cached: tokens of the prompt that were not computed.
-        admitted: when the request was first let in, by the machine's monotonic clock; None if it never was.
+        admitted: when the request was first let in, by the machine's monotonic clock.
         prompt_logprobs: of the next tokens of the prompt.
-        drafted: tokens that were drafted for it so far.
-        accepted: of these, how many are among its new tokens.
+        drafted, accepted: tokens drafted for it so far, and those of them among its new ones.
     """
 
     request: int
@@ -118,8 +107,7 @@ class Scheduler:
 
     Attributes:
         catches_up: whether drafts have keys of their own.
-        waiting: in the order in which they will be let in.
-        running: in the order in which they were let in.
+        waiting, running: in the order in which they will be, or were, let in.
         expected: how long texts become.
         ahead: how many drafts pay; None where there are always as many.
     """
@@ -140,7 +128,7 @@ class Scheduler:
         return not self.running and not self.waiting
 
     def submit(self, request: Request) -> None:
-        """Put a request at the end of the queue, of which the cache has to have room for all tokens."""
+        """Put a request at the end of the queue; the cache has to have room for all its tokens."""
         self.waiting.append(Sequence.of(request))
 
     def cancel(self, request: int) -> Output | None:
@@ -151,7 +139,7 @@ class Scheduler:
         return None
 
     def plan(self) -> list[ScheduledChunk]:
-        """The chunks of the next pass; empty only if no request is open."""
+        """Plan the chunks of the next pass; none only if no request is open."""
         self._begin_anew()
         chunks = self._drafting(self._continued())
         budget = self.limits.pass_tokens
@@ -178,14 +166,14 @@ class Scheduler:
 
     @property
     def _border(self) -> float:
-        """How many tokens a text has at most before it is computed again."""
+        """The most tokens of a text before it is computed again."""
         long_texts = self.limits.long_texts
         if long_texts is not None and long_texts.anew:
             return long_texts.beyond
         return math.inf
 
     def _put_back(self, sequence: Sequence) -> None:
-        """Have a sequence that ran come first in the queue, without blocks."""
+        """Put a sequence that ran first in the queue, without blocks."""
         self.pool.close(sequence.blocks)
         sequence.blocks = SequenceBlocks()
         sequence.computed = 0
@@ -193,7 +181,6 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def _continued(self) -> list[ScheduledChunk]:
-        """The sequences that lack one token, each with blocks for it."""
         chunks: list[ScheduledChunk] = []
         for sequence in tuple(self.running):
             length = len(sequence.tokens)
@@ -205,12 +192,7 @@ class Scheduler:
         return chunks
 
     def _begun(self, sequence: Sequence, most: int, alone: bool) -> ScheduledChunk | None:
-        """The next chunk of a prompt, with blocks for it; None where there are no blocks until others have ended.
-
-        Args:
-            most: tokens it may have.
-            alone: whether the pass is empty without it, which therefore gets room.
-        """
+        """Plan the next chunk of a prompt, with blocks for it; None where others have to end first."""
         begin = sequence.computed
         length = len(sequence.tokens)
         last = min(length, begin + most)
@@ -223,7 +205,7 @@ class Scheduler:
         return ScheduledChunk(sequence, end - begin)
 
     def _drafting(self, chunks: list[ScheduledChunk]) -> list[ScheduledChunk]:
-        """Continuations with as many drafts as there is room for, and what drafts have missed; the most come first."""
+        """Add as many drafts as there is room for, and what drafts have missed; the most come first."""
         if not self.limits.draft_tokens or not chunks:
             return chunks
         texts = [each.sequence for each in chunks]
@@ -242,14 +224,14 @@ class Scheduler:
         return sorted(drafting, key=lambda chunk: (-chunk.drafts, -chunk.missed))
 
     def _room_for_drafts(self, sequence: Sequence, wanted: int) -> int:
-        """How many tokens are drafted for a sequence, up to so many; it has blocks for them then."""
+        """Make room for drafts of a sequence, up to so many; returns how many."""
         length = len(sequence.tokens)
         end = self.pool.reach(sequence.blocks, length, length + wanted)
         self.pool.grow(sequence.blocks, end)
         return end - length
 
     def _drafts_wanted(self, sequence: Sequence) -> int:
-        """How many tokens are drafted for a sequence if there are blocks for them.
+        """Count the drafts for a sequence if there are blocks for them.
 
         The token behind the last one drafted comes with them, and the very last of a sequence is not computed. A prompt
         may end in a chunk of one token or of many, so that nothing is drafted behind it.
@@ -275,11 +257,7 @@ class Scheduler:
         return True
 
     def _admit(self, budget: int) -> bool:
-        """Let in the first of the queue if there is room for all its tokens, and for what all are expected to add.
-
-        Args:
-            budget: tokens of its first chunk, at most.
-        """
+        """Let in the first of the queue if there is room for all its tokens, and for what all are expected to add."""
         pool = self.pool
         full = len(self.running) == self.limits.max_batch
         if full or not self.waiting or self._refused_at == pool.releases:
@@ -289,7 +267,9 @@ class Scheduler:
         size = pool.block_tokens
         tokens = sequence.tokens
         long_texts = self.limits.long_texts
-        root = ROOT if long_texts is None else long_texts.root(sequence.prompt)
+        root = ROOT
+        if long_texts is not None:
+            root = long_texts.root(sequence.prompt)
         prefix = pool.match(tokens, None if unscored is None else (unscored - 1) // size, root)
         computed = prefix.blocks * size
         length = len(sequence.tokens)
@@ -311,7 +291,7 @@ class Scheduler:
         return True
 
     def _to_come(self, sequence: Sequence) -> int:
-        """How many blocks a running sequence is expected to need yet; one at least, if it can come to need one."""
+        """Count the blocks a running sequence is expected to need yet; one at least, if it can come to need one."""
         further = len(sequence.tokens) + self.pool.block_tokens
         tokens = min(sequence.last - 1, max(further, self.expected.length(sequence)))
         return self.pool.still_to_come(sequence.blocks, tokens)
@@ -326,10 +306,10 @@ class Scheduler:
 
         Args:
             chunks: of the pass, as planned.
-            chosen: the next tokens of every chunk that wants one, in their order, and how likely they were: drafts that
-                were accepted, and one more. UNDEFINED ends the request, and behind drafts, which may be to blame, its
+            chosen: the next tokens of every chunk that wants one, in their order, and how likely they were: accepted
+                drafts, and one more. UNDEFINED ends the request, and behind drafts, which may be to blame, its
                 drafting.
-            scores: of every chunk with targets, how likely these are; so does NaN.
+            scores: of every chunk with targets, how likely these are; NaN ends the request, too.
         """
         outputs: list[Output] = []
         found = iter(chosen)

@@ -1,4 +1,4 @@
-"""An open request as the scheduler has it, what a pass computes of it, and how long it may become. No tensors."""
+"""An open request as the scheduler has it, its part of a pass, and its expected length. No tensors."""
 
 from __future__ import annotations
 
@@ -11,12 +11,37 @@ from typing import NamedTuple
 
 from surgeon.runtime.batching.ahead import FEW_MISSED, Hits
 from surgeon.runtime.batching.blocks import BlockRun, SequenceBlocks
-from surgeon.runtime.batching.lookup import Lookup
 from surgeon.runtime.batching.request import Request
+
+# Of the tokens that have to be the same for a lookup
+LONGEST = 3
+SHORTEST = 2
+
+
+class Lookup:
+    """Prompt lookup (Saxena 2023): drafts came behind a text's last few tokens when these came before."""
+
+    def __init__(self) -> None:
+        self._behind: dict[tuple[int, ...], int] = {}
+        self._known = 0  # of the text's tokens, how many were looked at
+
+    def drafts(self, text: Several[int], most: int) -> list[int]:
+        """Look up to so many tokens that may come next, perhaps none."""
+        for end in range(self._known, len(text)):  # what comes at `end` is known, unlike what comes next
+            for length in range(SHORTEST, min(LONGEST, end) + 1):
+                self._behind[tuple(text[end - length : end])] = end
+        self._known = len(text)
+        for length in range(min(LONGEST, len(text)), SHORTEST - 1, -1):
+            found = self._behind.get(tuple(text[len(text) - length :]))
+            if found is not None:
+                # Where it repeats what it is just writing, it goes on to do so.
+                period = len(text) - found
+                return [text[found + place % period] for place in range(most)]
+        return []
 
 
 class Wanted(IntEnum):
-    """What a row's last token is to give."""
+    """The result wanted of a row's last token."""
 
     NOTHING = 0  # a prompt that goes on in a later pass, or is not to be continued
     BEST = 1  # the most likely next token
@@ -24,7 +49,7 @@ class Wanted(IntEnum):
 
 
 class Targets(NamedTuple):
-    """Tokens of the prompt of which a row is to say how likely they are.
+    """Tokens of the prompt whose likelihood a row is to tell.
 
     Attributes:
         first: the row's token that predicts the first of them.
@@ -38,18 +63,18 @@ class Targets(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What one pass computes of one sequence; this is what ranks are sent.
+    """One sequence's part of a pass, as ranks are sent it.
 
     Attributes:
-        start: how many of the sequence's tokens are in the cache.
+        start: tokens of the sequence in the cache.
         tokens: the next ones.
         runs: the sequence's blocks in each group of the cache, with room for these tokens.
         wanted: of the last token.
         targets: of the others, and of the last one too while the prompt goes on behind it; None if nobody asks.
-        prompt: how many tokens the sequence's prompt has, or what was computed again as one: each of these turns as in
-            a text of so many (`LongTexts`).
-        known: of a draft's rows, how many of the sequence's tokens the model has computed: their keys and values stay
-            as they are where the draft's attentions share them.
+        prompt: tokens of the sequence's prompt, or of what was computed again as one: each of these turns as in a text
+            of so many (`LongTexts`).
+        known: of a draft's rows, tokens that the model has computed: their keys and values stay as they are where the
+            draft's attentions share them.
     """
 
     start: int
@@ -66,7 +91,7 @@ Halves = tuple[list[Row], list[Row]]
 
 
 def halves_of(rows: Several[Row]) -> Halves | None:
-    """Rows in two halves that take turns (model/dynamic.py), their tokens in the same order; None if that cannot be.
+    """Divide rows into two halves that take turns (model/dynamic.py), in the same order; None if that cannot be.
 
     The row in the middle is cut if it is long enough, and otherwise in the half that is nearer.
     """
@@ -91,9 +116,8 @@ def halves_of(rows: Several[Row]) -> Halves | None:
 class LongTexts:
     """Texts beyond a length, where rotary positions depend on how long a text is.
 
-    A token turns as in a text of as many tokens as its prompt has, or as there are up to the token itself, whichever is
-    more: as when a text is alone, its prompt is one pass and keys stay in the cache as they are. So what a text gets
-    depends neither on chunks of its prompt nor on other texts.
+    A token turns as in a text as long as its prompt, or as up to the token itself, whichever is more: whatever the
+    chunks of its prompt and other texts.
 
     Attributes:
         beyond: of more tokens than these.
@@ -106,7 +130,7 @@ class LongTexts:
     anew: bool
 
     def root(self, prompt: int) -> int:
-        """Where texts whose keys of the same tokens are the same begin, as of `BlockPool.match`."""
+        """The root, as of `BlockPool.match`, of texts whose keys of the same tokens are the same."""
         if prompt <= self.beyond:
             return 0
         if self.by_length:
@@ -115,11 +139,11 @@ class LongTexts:
 
 
 class AskedPlaces(NamedTuple):
-    """The tokens of a pass that something is asked of; of no others is the stream needed behind the last attention.
+    """The tokens of a pass that something is asked of; the stream of others ends behind the last attention.
 
     Attributes:
         places: of those whose next token or logits are wanted, then of those that predict targets.
-        wanted: what, of each of the former.
+        wanted: of each of the former.
     """
 
     places: list[int]
@@ -127,7 +151,7 @@ class AskedPlaces(NamedTuple):
 
 
 def asked_of(rows: Several[Row]) -> AskedPlaces:
-    """What the rows of a pass ask for."""
+    """Collect what the rows of a pass ask for."""
     places = list[int]()
     wanted = list[Wanted]()
     predicting = list[int]()
@@ -155,17 +179,11 @@ class Sequence:
         last: how many they are when the request ends at the latest. The last one is not computed.
         computed: how many of them are in the cache.
         drafter_computed: of how many the cache holds those keys and values that are a draft's own.
-        blocks: that it has while it runs.
-        cached: tokens of the prompt that were not computed when it was first let in.
-        admitted: when that was.
-        unscored: the first token of the prompt whose log-probability is asked for and not known; None if there is none.
+        cached: tokens of the prompt that were not computed when it was first let in, at `admitted`.
+        unscored: the first token of the prompt whose log-probability is asked for and not known, if any.
         drafting: whether tokens may be drafted for it; no more once there were logits that are not finite.
-        drafted: tokens that were drafted for it.
-        accepted: of these, how many it has taken over.
-        hits: how many were right lately.
-        lookup: of its own tokens, where those are the drafts.
-        unverified: how many of the last tokens are drafts that have not been verified, where passes go on before others
-            have ended (in_flight.py).
+        drafted, accepted: tokens drafted for it, and those of them it has taken over.
+        unverified: how many of the last tokens are drafts that have not been verified (in_flight.py).
     """
 
     request: Request
@@ -188,7 +206,7 @@ class Sequence:
 
     @property
     def known(self) -> int:
-        """How many tokens there are but drafts."""
+        """The number of tokens but drafts."""
         return len(self.tokens) - self.unverified
 
     def take_unverified(self) -> list[int]:
@@ -202,10 +220,13 @@ class Sequence:
 
     @classmethod
     def of(cls, request: Request) -> Sequence:
-        """A request that has just come."""
+        """Open a request."""
         prompt = list(request.prompt)
         sampling = request.sampling
-        wanted = Wanted.BEST if sampling.greedy else Wanted.LOGITS
+        if sampling.greedy:
+            wanted = Wanted.BEST
+        else:
+            wanted = Wanted.LOGITS
         scored = sampling.prompt_logprobs is not None and len(prompt) > 1
         return cls(
             request,
@@ -218,7 +239,7 @@ class Sequence:
 
 
 class ScheduledChunk(NamedTuple):
-    """What a pass computes of a sequence: its next `tokens` tokens.
+    """A sequence's part of a pass: its next `tokens` tokens.
 
     Attributes:
         drafts: how many tokens are drafted behind them first, and computed with them; there are blocks for all.
@@ -243,7 +264,7 @@ class ScheduledChunk(NamedTuple):
 
     @property
     def targets(self) -> Targets | None:
-        """What it tells of the prompt."""
+        """Targets among the prompt's tokens."""
         sequence = self.sequence
         prompt = self.sequence.request.prompt
         top = sequence.request.sampling.prompt_logprobs
@@ -254,10 +275,10 @@ class ScheduledChunk(NamedTuple):
         return Targets(begin - 1 - sequence.computed, list(tokens), top)
 
     def rows(self, drafts: Several[int] = ()) -> list[Row]:
-        """What the ranks compute: a row, or where tokens were drafted one of each token.
+        """Rows for the ranks: one, or where tokens were drafted one of each token.
 
-        A pass puts all keys and values into the cache before anything looks there. So tokens that were drafted come in
-        passes of the same kind as texts that add one token.
+        A pass puts all keys and values into the cache before anything looks there, so that tokens that were drafted
+        come in passes of the same kind as texts that add one token.
         """
         sequence = self.sequence
         first = sequence.computed
@@ -268,12 +289,9 @@ class ScheduledChunk(NamedTuple):
         return [row]
 
     def drafting_rows(self, drafts: Several[int]) -> list[Row]:
-        """What the ranks compute to draft one more token.
+        """Rows that draft one more token.
 
-        What the draft has missed comes with the first of them, in front of the newest token, or alone.
-
-        Args:
-            drafts: the tokens drafted so far.
+        Missed tokens come with the first of them, in front of the newest token, or alone.
         """
         sequence = self.sequence
         missed = 0 if drafts else self.missed
@@ -295,10 +313,10 @@ def _apart(row: Row) -> list[Row]:
 
 
 class Expectation:
-    """What share of the tokens that they may add texts do add, by the newest of them: admission reserves blocks by it.
+    """The share of the tokens that they may add that the newest texts did add: admission reserves blocks by it.
 
     Attributes:
-        share: what it is at first, until texts have ended; more again whenever one had to give way.
+        share: the first one, until texts have ended; more again whenever one had to give way.
     """
 
     _WEIGHT = 1 / 8  # of the newest text
@@ -317,7 +335,7 @@ class Expectation:
         self.share += (1 - self.share) / 2
 
     def length(self, sequence: Sequence) -> int:
-        """How many tokens of a text there will be in the cache."""
+        """Estimate how many tokens of a text there will be in the cache."""
         prompt = len(sequence.request.prompt)
         limit = sequence.request.sampling.max_new_tokens
         return min(prompt + math.ceil(limit * self.share), sequence.last - 1)

@@ -1,7 +1,7 @@
-"""How many blocks of a cache texts hold, where some attentions look back through a window only.
+"""Counts of cache blocks that texts hold, where some attentions look back through a window only.
 
-Attentions with the same window are a group (or several), and a text has a table of blocks for each: what lies behind
-the window is given back. A group without a window (None) keeps all of a text.
+Attentions with the same window are a group (or several), and a text has a table of blocks for each; blocks behind the
+window are given back. A group without a window (None) keeps all of a text.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Windows = tuple[int | None, ...]  # by group: how many tokens a token looks at, 
 
 
 def blocks_for(tokens: int, block_tokens: int = BLOCK_TOKENS) -> int:
-    """How many blocks hold so many tokens."""
+    """Count the blocks of so many tokens."""
     return -(-tokens // block_tokens)
 
 
@@ -34,17 +34,17 @@ def most_held(tokens: int, window: int | None, block_tokens: int = BLOCK_TOKENS)
 
 
 def text_blocks(tokens: int, windows: Windows, block_tokens: int = BLOCK_TOKENS) -> int:
-    """The same of all groups together."""
+    """The most blocks of all groups together."""
     return sum(most_held(tokens, window, block_tokens) for window in windows)
 
 
 def pass_blocks(tokens: int, windows: Windows, block_tokens: int = BLOCK_TOKENS) -> int:
-    """How many blocks a pass over so many tokens of prompts needs beyond that, until it has ended."""
+    """Blocks that a pass over so many tokens of prompts needs beyond that, until it has ended."""
     return blocks_for(tokens, block_tokens) * sum(window is not None for window in windows)
 
 
 def longest_text(blocks: int, windows: Windows, limit: int, block_tokens: int = BLOCK_TOKENS) -> int:
-    """How many tokens a text can have, up to a limit, that has so many blocks for itself."""
+    """The most tokens, up to a limit, of a text that has so many blocks for itself."""
     low = 0
     high = limit + 1
     while low < high - 1:
@@ -57,5 +57,5 @@ def longest_text(blocks: int, windows: Windows, limit: int, block_tokens: int = 
 
 
 def power_of_two(least: int) -> int:
-    """The smallest that is not below a positive number."""
+    """The smallest power of two that is not below a positive number."""
     return 1 << (least - 1).bit_length()

@@ -1,1 +1,1 @@
-"""How ranks exchange tensors and messages."""
+"""Exchanges of tensors and messages between ranks."""

@@ -1,8 +1,8 @@
-"""Collectives: a small interface that counts calls and bytes, and what implements it.
+"""Collectives: a small interface that counts calls and bytes, and its implementations.
 
-A rank talks to the others through one `Collectives` per group of ranks. They are asynchronous: `all_reduce` starts one
-and returns a function that waits for it, so that several can be in flight; who waits at once can say so. Those of
-`link.py`, `quantised.py` and `symmetric_memory.py` lie around others.
+A rank has one `Collectives` per group of ranks. They are asynchronous: `all_reduce` starts one and returns a function
+that waits for it, so that several can be in flight; who waits at once can say so. `Compressed` and those of `link.py`
+and `symmetric_memory.py` lie around others.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch does export them
 
 from surgeon.processes.rendezvous import StoreAddress
+from surgeon.runtime.comm.wires import WIRES
 from surgeon.runtime.kernels.recording import Recording
 from surgeon.runtime.plan.placement import Group
 
@@ -76,11 +78,11 @@ class Collectives(ABC):
         return self._all_reduce(tensor, at_once)
 
     def all_gather(self, tensor: Tensor, counts: Counts) -> Tensor:
-        """The group's tensors, all of one shape, joined along a new first dimension in the order of the ranks."""
+        """Join the group's tensors, all of one shape, along a new first dimension in the order of the ranks."""
         return self.start_all_gather(tensor, counts, at_once=True)()
 
     def start_all_gather(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:
-        """The same, but only started; waiting on the result gives the joined tensors."""
+        """Start to join them; waiting on the result gives the joined tensors."""
         if len(self.group) == 1:
             return lambda: tensor[None]
         counts.all_gathers += 1
@@ -89,7 +91,7 @@ class Collectives(ABC):
 
     @property
     def exact(self) -> Collectives:
-        """The same ranks, but nothing that is sent loses precision."""
+        """The same ranks, without loss of precision."""
         return self
 
     def recorded(self, recording: Recording) -> Collectives:  # noqa: ARG002 - nothing that is sent need be noted
@@ -97,7 +99,7 @@ class Collectives(ABC):
         return self
 
     def failure(self) -> TimeoutError | None:
-        """Whom sums in recorded passes have waited for in vain, if for anybody."""
+        """The error of a sum in a recorded pass that has waited in vain, if any."""
         return None
 
     def subgroup(self, group: Group) -> Collectives:
@@ -122,11 +124,7 @@ class Collectives(ABC):
 
 
 class Around(Collectives):
-    """Other collectives of the same ranks, which do all that is not done otherwise here.
-
-    Attributes:
-        inner: the others.
-    """
+    """Other collectives of the same ranks, which do all that is not done otherwise here."""
 
     def __init__(self, inner: Collectives) -> None:
         super().__init__(inner.rank, inner.group)
@@ -134,9 +132,13 @@ class Around(Collectives):
         self.capturable = inner.capturable
         self.recordable = inner.recordable
 
-    @abstractmethod
     def around(self, inner: Collectives) -> Collectives:
-        """The same around others, of these ranks or of some of them."""
+        """Make the same around others, of these ranks or of some of them."""
+        other = copy(self)
+        other.group = inner.group
+        other._subgroups = {}
+        other.inner = inner
+        return other
 
     @property
     def exact(self) -> Collectives:
@@ -161,22 +163,54 @@ class Around(Collectives):
         return self.inner._all_gather(tensor, at_once)
 
 
-class Unconnected(Collectives):
-    """Ranks that never wait for each other and add nothing up: what they compute is wrong, as fast as can be.
+class Compressed(Around):
+    """Other collectives, whose reductions of floating-point numbers go by a wire; all-gathers stay as they are.
 
-    It tells what communication costs: no way of connecting ranks is faster (the "upper bound" of Ladder Residual,
-    table 2).
+    Every rank sends its packed part to all others and adds up what arrives, its own part as the others see it, so that
+    all have the same numbers. A reduction is counted as the all-gather of packed bytes that it is.
+
+    Args:
+        wire: one of WIRES.
+    """
+
+    def __init__(self, inner: Collectives, wire: str) -> None:
+        super().__init__(inner)
+        self.recordable = False
+        self.wire = wire
+
+    @property
+    def exact(self) -> Collectives:
+        return self.inner
+
+    def all_reduce(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:
+        """Start summing a tensor over the group, approximately; waiting on the result gives the sum."""
+        if len(self.group) == 1 or not tensor.is_floating_point():
+            return self.inner.all_reduce(tensor, counts, at_once)
+        wire = WIRES[self.wire]
+        shape = tensor.shape
+        dtype = tensor.dtype
+        wait = self.inner.start_all_gather(wire.pack(tensor), counts, at_once)
+        return lambda: wire.unpack(wait(), shape, dtype).sum(0).to(dtype)
+
+    def _all_reduce(self, tensor: Tensor, at_once: bool) -> Callable[[], Tensor]:
+        return self.all_reduce(tensor, Counts(), at_once)
+
+
+class Unconnected(Collectives):
+    """Ranks that never wait for each other and add nothing up: wrong results, as fast as can be.
+
+    No way of connecting ranks is faster (the "upper bound" of Ladder Residual, table 2).
     """
 
     capturable = True
     recordable = True
 
     def all_reduce(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:  # noqa: ARG002
-        """This rank's own tensor; nothing is sent."""
+        """Give this rank's own tensor."""
         return self._all_reduce(tensor, at_once)
 
     def start_all_gather(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:  # noqa: ARG002
-        """This rank's own tensor, once for each rank."""
+        """Give this rank's own tensor, once for each rank."""
         return self._all_gather(tensor, at_once)
 
     def _connect(self, group: Group) -> Collectives:
@@ -199,8 +233,7 @@ class Alone(Unconnected):
 class TorchCollectives(Collectives):
     """Collectives of `torch.distributed`: gloo, or NCCL on GPUs.
 
-    NCCL's are computed by streams of high priority, so that what travels behind a late step need not queue behind it,
-    or by the current one where they are waited for at once.
+    NCCL computes sums that travel behind a late step by streams of high priority, others by the current one.
     """
 
     def __init__(self, rank: int, group: Group, process_group: Any = None, device: torch.device | None = None) -> None:
@@ -213,14 +246,12 @@ class TorchCollectives(Collectives):
     def connect(
         cls, backend: str, rank: int, ranks: int, rendezvous: Path | StoreAddress, device: torch.device | None = None
     ) -> TorchCollectives:
-        """Meet the other ranks.
-
-        Args:
-            backend: "gloo", or "nccl" for GPUs.
-            rendezvous: on one machine a file that does not exist yet (a path is never taken, unlike a port).
-            device: that NCCL is to connect, now and not in the first pass.
-        """
-        store = FileStore(str(rendezvous), ranks) if isinstance(rendezvous, Path) else rendezvous.connect()
+        """Meet the other ranks by gloo or NCCL, at a new file (its path is never taken, unlike a port) or a store."""
+        store: Any
+        if isinstance(rendezvous, Path):
+            store = FileStore(str(rendezvous), ranks)
+        else:
+            store = rendezvous.connect()
         bound = group_options(device if backend == "nccl" else None)
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=TIMEOUT, **bound)
         return cls(rank, tuple(range(ranks)), device=bound.get("device_id"))
@@ -241,14 +272,13 @@ class TorchCollectives(Collectives):
 
 
 def _after(work: Any, result: Tensor) -> Tensor:
-    """The result, when the work is done, if it was not waited for at once."""
     if work is not None:
         work.wait()
     return result
 
 
 def group_options(device: torch.device | None) -> dict[str, Any]:
-    """How NCCL connects a group on a GPU, if there is one: at once, with streams of high priority."""
+    """Options of an NCCL group on a GPU, if any: connected at once, with streams of high priority."""
     if device is None:
         return {}
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)

@@ -1,7 +1,7 @@
-"""An emulated link between ranks: what slower wires would cost, measured where there are none.
+"""An emulated link between ranks: the cost of slower wires, measured where there are none.
 
 Only waiting is emulated. A transfer takes its time from when it is started, so that what a rank computes meanwhile
-hides it, as on a real link; what is sent arrives by whatever the wrapped collectives are, and not before they are done.
+hides it, as on a real link.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SPIN_SECONDS = 0.0002  # a sleep may end this much late
 
 @dataclass(frozen=True)
 class Link:
-    """What a rank sends through.
+    """A rank's link.
 
     Attributes:
         delay: seconds from a transfer's last byte being sent to its end, whatever its size.
@@ -44,20 +44,23 @@ class Link:
         else:
             delay = f"{1e6 * self.delay:g}us"
         parts = [f"link of {delay}"] if self.delay else []
-        parts += [f"{show_size(self.bandwidth)}/s"] if self.bandwidth < math.inf else []
+        if self.bandwidth < math.inf:
+            parts += [f"{show_size(self.bandwidth)}/s"]
         return ", ".join(parts) or "link"
 
 
 def parse_link(delay: str | None, bandwidth: str | None) -> Link | None:
-    """The link that a user describes, such as "1ms" and "1GB" (or "1GB/s"); None if by nothing."""
+    """Read a link such as "1ms" and "1GB" (or "1GB/s"); None if by nothing."""
     if delay is None and bandwidth is None:
         return None
-    seconds = 0.0 if delay is None else parse_seconds(delay)
+    seconds = 0.0
+    if delay is not None:
+        seconds = parse_seconds(delay)
     return Link(seconds, math.inf if bandwidth is None else parse_size(bandwidth.removesuffix("/s")))
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds in a duration such as 1ms, 200us or 0.5s."""
+    """Read a duration such as 1ms, 200us or 0.5s."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|ms|us)\s*", text)
     if match is None:
         raise ValueError(f"{text!r} is no delay; write e.g. 1ms, 200us or 0.5s")
@@ -80,7 +83,7 @@ class SystemClock:
 
 
 class Line:
-    """One rank's link as it is used: transfers in flight share the bandwidth, one after the other."""
+    """One rank's link in use: transfers in flight share the bandwidth, one after the other."""
 
     def __init__(self, link: Link, clock: SystemClock) -> None:
         self.link = link
@@ -100,21 +103,11 @@ class EmulatedLink(Around):
     a ring: for two ranks, its bytes. It waits in Python.
     """
 
-    def __init__(
-        self, inner: Collectives, link: Link, clock: SystemClock | None = None, line: Line | None = None
-    ) -> None:
-        """Wrap.
-
-        Args:
-            line: that another group of the same rank sends through too; by default one of its own.
-        """
+    def __init__(self, inner: Collectives, link: Link, clock: SystemClock | None = None) -> None:
         super().__init__(inner)
         self.capturable = False
         self.recordable = False
-        self.line = line or Line(link, clock or SystemClock())
-
-    def around(self, inner: Collectives) -> Collectives:
-        return EmulatedLink(inner, self.line.link, line=self.line)
+        self.line = Line(link, clock or SystemClock())  # that other groups of the rank send through, too
 
     def _all_reduce(self, tensor: Tensor, _: bool) -> Callable[[], Tensor]:
         others = len(self.group) - 1

@@ -1,11 +1,10 @@
-"""How ranks tell each other what to compute: one-way pipes from rank 0 to the others, or a ring.
+"""Messages between ranks: one-way pipes from rank 0 to the others, or a ring.
 
-A pipe's reader looks for the next message without sleeping for about as long as rank 0 takes between two passes, then
-sleeps until one comes, so that ranks with nothing to do use no processor. A pipe costs some microseconds per message (a
-collective of gloo costs milliseconds), is the same for ranks on CPUs and GPUs, and closes when rank 0 ends.
+A pipe's reader spins for about as long as rank 0 takes between two passes, then sleeps until a message comes. A pipe
+costs some microseconds per message (a collective of gloo costs milliseconds), and closes when rank 0 ends.
 
-In a ring ranks work one behind the other: each sends to the next one, and the last one to the first, by sockets. A link
-is emulated as in link.py: a message is looked at when it would have arrived.
+In a ring each rank sends to the next one, and the last one to the first, by sockets. A link is emulated as in link.py:
+a message is looked at when it would have arrived.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ SPIN_SECONDS = 0.002
 
 
 class Sender:
-    """Rank 0's end."""
+    """Rank 0's end of the pipes."""
 
     def __init__(self, descriptors: Sequence[int]) -> None:
         self._connections = [Connection(descriptor, readable=False) for descriptor in descriptors]
@@ -44,7 +43,7 @@ class Sender:
 
 
 class Receiver:
-    """The end of one of the other ranks."""
+    """Another rank's end of a pipe."""
 
     def __init__(self, descriptor: int) -> None:
         self._connection = Connection(descriptor, writable=False)
@@ -52,7 +51,7 @@ class Receiver:
         self._poll.register(descriptor, select.POLLIN)
 
     def receive(self) -> Any:
-        """The next message.
+        """Wait for the next message.
 
         Raises:
             ConnectionError: if rank 0 has ended.
@@ -67,7 +66,7 @@ class Receiver:
 
 
 class Ring:
-    """One rank's place in it.
+    """One rank's place in a ring.
 
     Args:
         onward, inward: the connections to the next rank, and to the one before.
@@ -76,7 +75,9 @@ class Ring:
 
     def __init__(self, onward: Connection, inward: Connection, link: Link | None = None) -> None:
         self._onward = onward
-        self._line = None if link is None else Line(link, SystemClock())
+        self._line = None
+        if link is not None:
+            self._line = Line(link, SystemClock())
         self._arrived: SimpleQueue[bytes | None] = SimpleQueue()
         # Whatever this rank does, the one before gets rid of what it sends: else all could wait for each other.
         threading.Thread(target=self._read, args=(inward,), daemon=True).start()
@@ -94,7 +95,9 @@ class Ring:
         if stream is not None:
             kind = stream.dtype, stream.shape
             numbers = stream.contiguous().view(torch.uint8).numpy().tobytes()
-        due = 0.0 if self._line is None else self._line.send(len(numbers))
+        due = 0.0
+        if self._line is not None:
+            due = self._line.send(len(numbers))
         self._onward.send_bytes(pickle.dumps((message, due, kind, numbers), protocol=pickle.HIGHEST_PROTOCOL))
 
     def receive(self) -> tuple[Any, Tensor]:

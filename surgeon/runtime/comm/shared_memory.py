@@ -1,9 +1,8 @@
 """Collectives between ranks of one machine through memory that all of them see.
 
-A rank that starts a reduction writes its part into a slot, says so, and goes on; waiting for it means looking until
-all have written, then adding the parts up in the order of the ranks (so that every rank gets the same bits). Several
-reductions can be in flight, each in a slot of its own. Between two CPU ranks this takes some microseconds where a
-reduction over sockets takes milliseconds.
+A rank that starts a reduction writes its part into a slot, says so, and goes on; to wait is to look until all have
+written, then to add the parts up in the order of the ranks (so that every rank gets the same bits). Several reductions
+can be in flight, each in a slot of its own. Two CPU ranks need some microseconds where sockets take milliseconds.
 """
 
 from __future__ import annotations
@@ -43,11 +42,7 @@ LATENESS = 0.05
 
 
 def create_memory(ranks: int) -> int:
-    """A file descriptor of memory without a name, which goes when the last process that has it ends.
-
-    Args:
-        ranks: how many will share it.
-    """
+    """Make memory without a name for so many ranks, which goes when the last process that has its descriptor ends."""
     if hasattr(os, "memfd_create"):  # Linux: not subject to the size of /dev/shm
         descriptor = os.memfd_create("surgeon-collectives")
     else:
@@ -64,7 +59,7 @@ def _region_bytes(ranks: int) -> int:
 
 
 class Exchanges(Structure):
-    """What recorded sums know of a rank's view of a region (kernels/exchange.h, where fields are explained)."""
+    """A rank's view of a region for recorded sums (kernels/exchange.h explains the fields)."""
 
     _fields_ = (
         ("started", c_int64),
@@ -89,21 +84,21 @@ class SharedMemoryCollectives(Collectives):
     def __init__(
         self, rank: int, group: Group, descriptor: int, ranks: int, region: int = 0, crowded: bool | None = None
     ) -> None:
-        """Map a region.
-
-        Args:
-            descriptor: from `create_memory`, for all `ranks`.
-            region: which one; a group's own.
-            crowded: whether ranks outnumber the cores; by default those that this process may use count.
-        """
         super().__init__(rank, group)
         self.descriptor = descriptor
         self.ranks = ranks
-        self.crowded = ranks > usable_cores() if crowded is None else crowded
-        self.most_spins = FEWEST_SPINS if self.crowded else SPINS
+        self.crowded = crowded
+        if crowded is None:
+            self.crowded = ranks > usable_cores()
+        self.most_spins = SPINS
+        if self.crowded:
+            self.most_spins = FEWEST_SPINS
         self.spins = self.most_spins  # as many as have paid lately
         self.regions_used = 1
-        self.member = group.index(rank) if rank in group else -1
+        if rank in group:
+            self.member = group.index(rank)
+        else:
+            self.member = -1
         size = _region_bytes(ranks)
         self.memory = mmap.mmap(descriptor, size, offset=region * size)
         self.words = memoryview(self.memory).cast("q")
@@ -114,11 +109,6 @@ class SharedMemoryCollectives(Collectives):
         self.views: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
 
     def _exchanges(self, flags: int) -> Exchanges:
-        """This view for recorded sums.
-
-        Args:
-            flags: how many bytes of the region they take.
-        """
         memory = addressof(c_char.from_buffer(self.memory))
         most = round(1e6 * SPIN_SECONDS * self.most_spins / SPINS)
         fewest = round(1e6 * SPIN_SECONDS * FEWEST_SPINS / SPINS)
@@ -144,7 +134,7 @@ class SharedMemoryCollectives(Collectives):
         return lambda: _joined(results, 1).view(shape)
 
     def _start(self, tensor: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> Callable[[], Tensor]:
-        """Write this rank's part, which is flat; returns what waits until all have, and combines the parts."""
+        """Write this rank's flat part; returns what waits until all have, and combines the parts."""
         number = self.exchanges.started
         self.exchanges.started = number + 1
         slot = number % SLOTS
@@ -179,7 +169,7 @@ class SharedMemoryCollectives(Collectives):
         return self.views[key]
 
     def _flag(self, slot: int, member: int, read: bool = False) -> int:
-        """Which word has the last exchange, counted from 1, that a member has written to a slot or read from it."""
+        """The word with the last exchange, counted from 1, that a member has written to a slot or read from it."""
         return ((read * SLOTS + slot) * self.ranks + member) * LINE
 
     def _wait_until_all(self, first_flag: int, number: int) -> None:
@@ -200,7 +190,7 @@ class SharedMemoryCollectives(Collectives):
                 self.spins = max(FEWEST_SPINS, min(2 * self.spins if longer else self.spins // 2, self.most_spins))
 
     def failure(self) -> TimeoutError | None:
-        """Whom sums in recorded passes have waited for in vain, if for anybody."""
+        """The error of a sum in a recorded pass that has waited in vain, if any."""
         failed = self.exchanges.failed
         if failed:
             return self._in_vain(self.exchanges.timeout_seconds, failed - 1)
@@ -211,10 +201,7 @@ class SharedMemoryCollectives(Collectives):
 
 
 class RecordedExchanges(Collectives):
-    """A group's collectives while a pass is recorded (kernels/recording.py); what they send is sent, and noted.
-
-    A replay makes the exchanges without Python in between.
-    """
+    """A group's collectives while a pass is recorded (kernels/recording.py), made and noted for replays."""
 
     def __init__(self, collectives: SharedMemoryCollectives, recording: Recording) -> None:
         super().__init__(collectives.rank, collectives.group)
@@ -238,12 +225,7 @@ class RecordedExchanges(Collectives):
         finishing: str,
         shape: Sequence[int],
     ) -> Callable[[], Tensor]:
-        """Start an exchange, and note it.
-
-        Args:
-            finishing: the kernel that does what waiting for it does.
-            shape: of the result.
-        """
+        """Start an exchange, and note it with the kernel that finishes it."""
         recording = self._recording
         exchanges = self._collectives.exchanges
         count = tensor.numel()
@@ -285,7 +267,6 @@ def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def _joined(waits: Sequence[Callable[[], Tensor]], dim: int) -> Tensor:
-    """The results of a tensor's pieces, one after the other."""
     results = [wait() for wait in waits]
     if len(results) == 1:
         return results[0]
@@ -296,10 +277,10 @@ _LOCK = threading.Lock()
 
 
 def fence() -> None:
-    """Keep what is read and written before this from moving behind what comes after it, and the other way round.
+    """Keep reads and writes before this from moving behind those after it, and the other way round.
 
-    A lock is released with the one order and taken with the other, so that doing it twice keeps both; processors of
-    the x86 family would not need it, those of the ARM family do.
+    A lock is released with the one order and taken with the other, so that doing it twice keeps both; processors of the
+    ARM family need it, those of the x86 family do not.
     """
     with _LOCK:
         pass

@@ -1,8 +1,7 @@
 """Sums through memory of the GPUs of one machine that each of them can reach (`torch.distributed._symmetric_memory`).
 
 An operand is copied into that memory, and then every GPU adds up all of them (one shot), or its share of them, which
-the others then copy (two shots), or has the switch add them up (multimem). Each is one kernel. Whether one is faster
-than NCCL, and up to how many bytes, is measured when ranks start; no GPU has run them yet.
+the others then copy (two shots), or has the switch add them up (multimem). No GPU has run them yet.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -23,9 +21,7 @@ from surgeon.memory import show_size
 from surgeon.runtime.comm.collectives import Around, Collectives, Counts, TorchCollectives
 
 MOST_BYTES = 4 << 20
-SIZES = tuple(1 << power for power in range(12, 23, 2))  # bytes of operands whose sums are timed
-ROUNDS = 10
-WARM_UPS = 3
+ONE_SHOT_BYTES = 256 << 10  # an estimate, for more than two ranks
 DTYPES = torch.float32, torch.bfloat16  # of which these operations take operands
 Operation = Callable[[Tensor, str, Tensor], object]  # of an operand in that memory, the group's name, and the result
 
@@ -44,7 +40,7 @@ OPERATIONS: dict[str, Operation] = {
 
 
 class SymmetricSum:
-    """One of these operations, on the memory of a group: sums small operands in place, on the current stream."""
+    """One of these operations on the memory of a group: sums small operands in place, on the current stream."""
 
     def __init__(self, name: str, ranks: int, group: str, rooms: tuple[Tensor, Tensor]) -> None:
         self.name = name
@@ -53,7 +49,7 @@ class SymmetricSum:
         self._rooms = rooms
 
     def fits(self, tensor: Tensor) -> bool:
-        """Whether it is of a dtype and size that the operation takes."""
+        """Tell whether the operation takes its dtype and size."""
         return tensor.dtype in DTYPES and tensor.nbytes <= MOST_BYTES and not tensor.nbytes % self._alignment
 
     def __call__(self, tensor: Tensor, aside: bool) -> None:
@@ -65,31 +61,26 @@ class SymmetricSum:
 
 
 class Bound(NamedTuple):
-    """Operands up to so many bytes go one way."""
+    """The way of operands up to so many bytes."""
 
     bytes: int
     way: SymmetricSum
 
 
-def bounds(ways: Sequence[SymmetricSum], seconds: Mapping[int, Sequence[float]]) -> tuple[Bound, ...]:
-    """Which way is fastest up to how many bytes, from the smallest operand up to where no way is faster than without.
+def bounds(ways: Sequence[SymmetricSum], ranks: int) -> tuple[Bound, ...]:
+    """Choose the way for operands up to each size, by how many bytes a rank reads.
 
-    Args:
-        seconds: by bytes of an operand, what each way took and, behind these, what it took without.
+    In one shot it reads n - 1 operands of n ranks, by a ring or in two shots 2 (n - 1) / n: as many where n is 2. With
+    more ranks one shot pays as long as reading the rest takes less than for ranks to meet once more.
     """
-    found: list[Bound] = []
-    for size, (*own, without) in sorted(seconds.items()):
-        best = min(range(len(own)), key=own.__getitem__)
-        if own[best] >= without:
-            break
-        if found and found[-1].way is ways[best]:
-            found.pop()
-        found.append(Bound(size, ways[best]))
-    return tuple(found)
+    one_shot, *others = ways
+    if ranks == 2:
+        return (Bound(MOST_BYTES, one_shot),)
+    return Bound(ONE_SHOT_BYTES, one_shot), Bound(MOST_BYTES, others[-1])
 
 
 class SideStream:
-    """A stream of a GPU that computes beside the current one, before it where both have work."""
+    """A stream of a GPU beside the current one, before it where both have work."""
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device = device
@@ -116,11 +107,6 @@ class BySize(Around):
         side: SideStream,
         connect: Callable[[Collectives], Collectives] = lambda inner: inner,
     ) -> None:
-        """Wrap.
-
-        Args:
-            connect: makes the same of some of the ranks.
-        """
         super().__init__(inner)
         self.chosen = tuple(chosen)
         self._side = side
@@ -155,10 +141,10 @@ class BySize(Around):
 
 
 def with_symmetric_memory(inner: TorchCollectives, device: torch.device) -> Collectives:
-    """The same ranks, all on one machine, with small sums through that memory where it can be had and is faster.
+    """Send small sums of ranks, all on one machine, through that memory where it can be had.
 
     Every rank of the group calls this at the same time. `SURGEON_SYMMETRIC_MEMORY=off` in the environment leaves it,
-    and so does `NCCL_P2P_DISABLE=1`: GPUs would reach each other's memory.
+    and so does `NCCL_P2P_DISABLE=1`.
     """
     group = inner.group
     if inner.rank not in group or len(group) == 1:
@@ -170,36 +156,29 @@ def with_symmetric_memory(inner: TorchCollectives, device: torch.device) -> Coll
     ways = ways_through_memory(inner, device)
     if not ways:
         return inner
-    taken = [[_seconds(way, inner, size, device) for way in (*ways, None)] for size in SIZES]
-    chosen = bounds(
-        ways, dict(zip(SIZES, _sums(inner, device, taken), strict=True))
-    )  # of what all took: all choose alike
 
     def connect(some: Collectives) -> Collectives:
         if isinstance(some, TorchCollectives):
             return with_symmetric_memory(some, device)
         return some
 
-    found = BySize(inner, chosen, SideStream(device), connect)
+    found = BySize(inner, bounds(ways, len(group)), SideStream(device), connect)
     if inner.rank == group[0]:
         print(f"sums of ranks {', '.join(map(str, group))}: {found}", file=sys.stderr, flush=True)
     return found
 
 
 def allowed(environment: Mapping[str, str]) -> bool:
-    """Whether GPUs may reach each other's memory, and may sum through it."""
+    """Tell whether GPUs may reach each other's memory, and may sum through it."""
     peers = environment.get("NCCL_P2P_DISABLE", "0") == "0" and environment.get("NCCL_P2P_LEVEL") != "LOC"
     return peers and environment.get("SURGEON_SYMMETRIC_MEMORY") != "off"
 
 
 def ways_through_memory(inner: TorchCollectives, device: torch.device, memory: Any = None) -> list[SymmetricSum]:
-    """The operations that all ranks have, with memory for one operand of the current stream and one beside it.
+    """Prepare the operations that all ranks have, with memory for an operand of the current stream and one beside it.
 
-    There are none where any rank cannot have or share such memory, which each then says. All agree after every step, so
-    that none waits in the next one for another that has failed.
-
-    Args:
-        memory: that stands for PyTorch's.
+    None where any rank cannot have or share such memory, which each then says. All agree after every step, so that none
+    waits in the next one for another that has failed.
     """
     if memory is None:
         import torch.distributed._symmetric_memory as memory
@@ -223,7 +202,7 @@ def ways_through_memory(inner: TorchCollectives, device: torch.device, memory: A
 
 @contextmanager
 def _everywhere(inner: TorchCollectives, device: torch.device) -> Iterator[None]:
-    """Do something that has to work on all ranks: where it fails on any of them, it has failed on this one."""
+    """Do something that fails here if it fails on any rank."""
     failure = None
     try:
         yield
@@ -234,23 +213,5 @@ def _everywhere(inner: TorchCollectives, device: torch.device) -> Iterator[None]
 
 
 def _holds_everywhere(inner: TorchCollectives, device: torch.device, here: bool) -> bool:
-    return _sums(inner, device, [[float(here)]])[0][0] == len(inner.group)
-
-
-def _sums(inner: TorchCollectives, device: torch.device, numbers: list[list[float]]) -> list[list[float]]:
-    total: list[list[float]] = inner.all_reduce(torch.tensor(numbers, device=device), Counts(), True)().tolist()
-    return total
-
-
-def _seconds(way: SymmetricSum | None, inner: TorchCollectives, size: int, device: torch.device) -> float:
-    """What a sum takes in a way, or without any."""
-    operand = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
-    taken = list[float]()
-    for _ in range(WARM_UPS + ROUNDS):
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
-        inner._all_reduce(operand, True) if way is None else way(operand, False)
-        ended.record()
-        ended.synchronize()
-        taken.append(began.elapsed_time(ended) / 1e3)
-    return median(taken[WARM_UPS:])
+    total = inner.all_reduce(torch.tensor([float(here)], device=device), Counts(), True)()
+    return total.item() == len(inner.group)

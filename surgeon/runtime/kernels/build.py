@@ -1,7 +1,6 @@
 """Compiles the kernels for this machine's processor at their first use, and keeps the library in the user's cache.
 
-It takes some seconds once. The library is found again by the hash of the sources, the flags, the compiler and the
-processor, so that another version, machine or compiler makes another one.
+It takes some seconds once. The library is named by the hash of the sources, the flags, the compiler and the processor.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ class Built(NamedTuple):
 
 
 def switched_off() -> bool:
-    """Whether the user wants PyTorch's own operations everywhere."""
+    """Tell whether the user wants PyTorch's own operations everywhere."""
     return os.environ.get(SWITCH, "").lower() in ("off", "0")
 
 
 @cache
 def built() -> Built:
-    """The compiled kernels, made now if they are not in the cache; the same for the whole process."""
+    """Load the kernels, compiled now if they are not in the cache; the same for the whole process."""
     if switched_off():
         return Built(None)
     compiler = find_compiler()
@@ -58,7 +57,7 @@ def built() -> Built:
 
 
 def find_compiler() -> str | None:
-    """The path of a C++ compiler, if there is one."""
+    """Find the path of a C++ compiler, if there is one."""
     wanted = os.environ.get("CXX")
     found = (shutil.which(name) for name in ([wanted] if wanted else COMPILERS))
     return next((path for path in found if path is not None), None)
@@ -85,7 +84,7 @@ def _identity(compiler: str) -> str:
 
 
 def _processor() -> list[str]:
-    """What the processor can do, as far as Linux says; homes are shared by machines that differ."""
+    """Features of the processor, as far as Linux says; homes are shared by machines that differ."""
     described = Path("/proc/cpuinfo")
     if not described.is_file():
         return [platform.processor()]
@@ -98,7 +97,7 @@ def _run(command: list[str]) -> str:
 
 
 def _keep(made: Path, path: Path) -> bool:
-    """Put a library into the cache, whole or not at all: where there is no room for it, it is made again next time."""
+    """Put a library into the cache; where there is no room for it, it is made again next time."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path, durable=True) as beside:  # a process dies of a library that is cut off
@@ -109,7 +108,6 @@ def _keep(made: Path, path: Path) -> bool:
 
 
 def _first_line(error: subprocess.SubprocessError) -> str:
-    """What a compiler complained about, as far as one line goes."""
     said = getattr(error, "stderr", None) or str(error)
     lines = [line for line in said.splitlines() if "error" in line] or said.splitlines() or [str(error)]
     return str(lines[0]).strip()

@@ -1,4 +1,4 @@
-"""The kernels as functions of tensors; what they compute is what PyTorch's operations in runtime/model compute.
+"""The kernels as functions of tensors; they compute what PyTorch's operations in runtime/model compute.
 
 Shapes: T tokens of a pass, H heads and K KV heads of a slice, D head_dim.
 """
@@ -28,7 +28,7 @@ GATED = {
 
 @cache
 def kernels() -> Kernels | None:
-    """The kernels, compiled now if they never were; None where they cannot be (`build.built` says why).
+    """Load the kernels; None where they cannot be compiled (`build.built` says why).
 
     None, too, where this thread is bound to fewer cores than PyTorch has threads, as vLLM binds each of its threads to
     one: new threads would all be on this one's.
@@ -42,14 +42,14 @@ def kernels() -> Kernels | None:
 
 
 def kernels_for(tensor: Tensor) -> Kernels | None:
-    """The kernels, if they compute with tensors like this one: float32 on CPUs."""
+    """Give the kernels, if they compute with tensors like this one: float32 on CPUs."""
     if tensor.device.type == "cpu" and tensor.dtype == torch.float32:
         return kernels()
     return None
 
 
 class Window(NamedTuple):
-    """Which tokens an attention looks at, where that is not all up to a token itself.
+    """The tokens that an attention looks at, where not all up to a token itself.
 
     Attributes:
         tokens: how many at most, the token itself the last of them.
@@ -67,7 +67,7 @@ class Window(NamedTuple):
 
     @staticmethod
     def within(window: Window | None, tokens: int) -> Window | None:
-        """The same, None where texts of so many tokens are no longer than it."""
+        """The window, or None where texts of so many tokens are no longer than it."""
         if window is None or window.tokens >= tokens:
             return None
         return window
@@ -75,11 +75,11 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True)
 class Weighting:
-    """How an attention makes weights of the products of its queries and keys, besides the softmax.
+    """An attention's weights of values, besides the softmax.
 
     Attributes:
-        scale: what products are multiplied by; None for 1 / sqrt(D).
-        window: which tokens a token looks at; None for all up to itself.
+        scale: of products of queries and keys; None for 1 / sqrt(D).
+        window: None for all tokens up to a token itself.
         softcap: the bound c of scores that are c * tanh(score / c); None without one.
         sinks: one more score of each head, whose weight no value has (gpt-oss), (H,) of float32; None without them.
     """
@@ -91,7 +91,7 @@ class Weighting:
 
 
 class Runs(NamedTuple):
-    """What one token of each of some texts reads of a cache.
+    """Places of a cache that one token of each of some texts reads.
 
     Attributes:
         runs: first place and number of places of each run, (all runs, 2), int64.
@@ -103,7 +103,7 @@ class Runs(NamedTuple):
 
 
 class TextKeys(NamedTuple):
-    """What consecutive tokens of one text read of a cache.
+    """Places of a cache that consecutive tokens of one text read.
 
     Attributes:
         runs: first place and number of places of each run, (runs, 2), int64.
@@ -124,7 +124,7 @@ class PackedExperts(NamedTuple):
     Attributes:
         table: of each, the addresses of its gates and values side by side as a weight in panels, of their bias, of the
             weight in panels that writes to the stream, and of its bias, (experts, 4), int64; 0 for no bias.
-        kept: what lies at these addresses.
+        kept: the tensors at these addresses.
         neurons: of each.
         activation: of gates, one of GATED.
         clamped: alpha and limit of gates that are clamped (gpt-oss), in place of an activation.
@@ -145,7 +145,6 @@ class Kernels:
         self.library = library
 
     def use_threads(self, threads: int) -> None:
-        """Share all work from now on among so many threads of this process."""
         self.library.call("set_threads", threads)
 
     def product(self, x: Tensor, panels: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
@@ -189,7 +188,9 @@ class Kernels:
             queries: how many heads are queries', in front of those of keys.
         """
         cosine, sine = (None, None) if angles is None else (angles[0].contiguous(), angles[1].contiguous())
-        width = 0 if cosine is None else cosine.shape[-1]
+        width = 0
+        if cosine is not None:
+            width = cosine.shape[-1]
         tokens, heads, dim = x.shape
         self.library.call(
             *("place", x.data_ptr(), tokens, x.stride(0), heads, dim),
@@ -197,17 +198,13 @@ class Kernels:
         )
 
     def mean_squares(self, x: Tensor, first: int, second: int) -> Tensor:
-        """Those of so many numbers of each token, (T, any), and of the ones behind them: (T, 2)."""
+        """Mean squares of so many numbers of each token, (T, any), and of the ones behind them: (T, 2)."""
         y = x.new_empty(len(x), 2)
         self.library.call("mean_squares", x.data_ptr(), len(x), x.stride(0), first, second, y.data_ptr())
         return y
 
     def gate_of(self, activation: str) -> Callable[[Tensor], Tensor] | None:
-        """What makes activated gates times values, (T, width), of both side by side, (T, 2 * width).
-
-        Args:
-            activation: as transformers calls it; for others than those in `GATED` there is None.
-        """
+        """A function to activated gates times values, (T, width), of both, (T, 2 * width); None for no such kernel."""
         if activation not in GATED:
             return None
         name = GATED[activation]
@@ -223,7 +220,7 @@ class Kernels:
         return gate
 
     def route(self, logits: Tensor, routing: Routing, correction: Tensor | None) -> Routed:
-        """What `surgeon.models.routing.route` gives, the experts as int32; logits are (T, E) of one piece."""
+        """Route as `surgeon.models.routing.route`, to experts as int32; logits are (T, E) of one piece."""
         tokens, experts = logits.shape
         chosen = routing.chosen(experts)
         numbers = logits.new_empty(tokens, chosen).view(torch.int32)
@@ -256,11 +253,11 @@ class Kernels:
         return y
 
     def add(self, x: Tensor, y: Tensor, total: Tensor) -> None:
-        """The sum of two tensors of one shape, each of one piece, as is the third, where it is put."""
+        """Add two tensors of one shape into a third, each of one piece."""
         self.library.call("add", x.data_ptr(), y.data_ptr(), x.numel(), total.data_ptr())
 
     def scale(self, x: Tensor, factor: float, scaled: Tensor) -> None:
-        """A multiple of a tensor of one piece, put into another one or into the same."""
+        """Put a multiple of a tensor of one piece into another one or into the same."""
         self.library.call("scale", x.data_ptr(), factor, x.numel(), scaled.data_ptr())
 
     def copy_rows(self, x: Tensor, to: Tensor) -> None:
@@ -287,7 +284,7 @@ class Kernels:
         return y
 
     def packed_rows(self, panels: Tensor, shape: tuple[int, int], numbers: Tensor, first: int = 0) -> Tensor:
-        """The same of a table, (rows, width), that lies in panels as a weight with so many outputs and inputs does."""
+        """Rows of a table, (rows, width), that lies in panels as a weight with so many outputs and inputs does."""
         numbers = numbers.contiguous()
         count = numbers.shape[0]
         (rows, width) = shape

@@ -1,7 +1,7 @@
-"""The compiled library's functions, what they are called with, and how calls are noted, to be made again at once.
+"""The compiled library's functions, their arguments, and notes of calls, to be made again at once.
 
 A call that is noted becomes a line of a table that C++ goes through (replay.h): the address of a function that takes
-its arguments from there, and the arguments. What lies at the addresses among them may change, the addresses may not.
+its arguments from there, and the arguments. Data at the addresses among them may change, the addresses may not.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def noting(notes: Any) -> Iterator[None]:
 
 
 class Library:
-    """The functions."""
+    """The compiled functions."""
 
     def __init__(self, library: CDLL) -> None:
         self._functions = {name: getattr(library, name) for name in RECORDABLE | OTHERS}

@@ -1,12 +1,10 @@
-"""Records what the kernels are called with in one forward pass, so that all of it can be done again by a single call.
+"""Recordings of the kernels' calls in one forward pass, so that all of it can be done again by a single call.
 
-A pass is computed as it always is, by the same executor and the same layers. Meanwhile every call of a kernel is noted,
-and every one of PyTorch's operations is looked at: what only makes a view of something costs nothing and need not be
-done again, new tensors are given memory of the recording's, sums, multiples and copies are computed by kernels. With
-anything else in it a pass is computed to its end, and there is no recording. What is done again reads and writes the
-same addresses: who wants other numbers computed writes them there.
+A pass is computed as always. Meanwhile every call of a kernel is noted, and every one of PyTorch's operations is looked
+at: views need not be made again, new tensors are given memory of the recording's, sums, multiples and copies are
+computed by kernels. With anything else in it there is no recording. A replay reads and writes the same addresses.
 
-What a GPU is asked for is recorded as a CUDA graph.
+GPUs record CUDA graphs.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ class Arena:
 
     @staticmethod
     def borrowed(tensor: Tensor) -> Tensor:
-        """The same numbers, which do not keep others from being given their memory; as long as the arena lives."""
+        """View the numbers without keeping others from being given their memory; as long as the arena lives."""
         if not tensor.numel():  # as a rank's logits where there are fewer tokens than ranks
             return tensor.new_empty(tensor.shape)
         numbers = (c_float * tensor.numel()).from_address(tensor.data_ptr())
@@ -54,13 +52,13 @@ class Arena:
 
 
 def _users(buffer: Tensor) -> int:
-    """How many tensors there are that lie in a buffer, besides itself."""
+    """Count the tensors that lie in a buffer, besides itself."""
     storage = buffer.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) - 2
 
 
 class Span(NamedTuple):
-    """Calls that somebody wants to know the time of.
+    """Calls whose time somebody wants to know.
 
     Attributes:
         what: they are for.
@@ -73,10 +71,10 @@ class Span(NamedTuple):
 
 
 class Recording(TorchDispatchMode):
-    """What this thread computes while it is entered, in inference mode, on tensors of float32 on the CPU.
+    """A recording of this thread's work while it is entered, in inference mode, on tensors of float32 on the CPU.
 
     Attributes:
-        problem: what cannot be recorded and has been computed, if anything.
+        problem: an operation that cannot be recorded and has been computed, if any.
         calls: of kernels, so far.
         spans: of them, as `spanned` has noted them.
     """
@@ -96,13 +94,12 @@ class Recording(TorchDispatchMode):
 
     @contextmanager
     def during(self) -> Iterator[None]:
-        """Record what is computed inside."""
         with noting(self), self:
             yield
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside of that, what is computed here is not recorded."""
+        """Record nothing inside."""
         with noting(None), _disable_current_modes():
             yield
 
@@ -114,16 +111,16 @@ class Recording(TorchDispatchMode):
             self.fail(name)
 
     def fail(self, problem: str) -> None:
-        """Say that something has been computed that cannot be recorded; the first one is remembered."""
+        """Note that something has been computed that cannot be recorded; the first one is remembered."""
         self.problem = self.problem or problem
 
     def empty(self, shape: Sequence[int]) -> Tensor:
-        """A new tensor, whose memory is kept for it as long as anybody has it."""
+        """Make a tensor, whose memory is kept for it as long as anybody has it."""
         with self.paused():
             return self._arena.empty(shape)
 
     def finished(self) -> Replay | None:
-        """What does all of it again; None if something in it could not be recorded.
+        """Give the replay; None if something could not be recorded.
 
         Asked to, it says when the first call began and when each ended, in seconds of the monotonic clock.
         """
@@ -135,7 +132,9 @@ class Recording(TorchDispatchMode):
 
         def replay(timed: bool) -> list[float]:
             assert memory  # the table has addresses in it
-            times = torch.empty(len(table) + 1, dtype=torch.int64) if timed else None
+            times = None
+            if timed:
+                times = torch.empty(len(table) + 1, dtype=torch.int64)
             library.call("replay", table.data_ptr(), len(table), None if times is None else times.data_ptr())
             if times is None:
                 return []
@@ -160,7 +159,10 @@ class Recording(TorchDispatchMode):
             self._kernels.add(args[0], args[1], total)
             return total
         if func in (aten.mul.Tensor, aten.mul_.Tensor) and isinstance(args[1], float) and _alike(args[0], args[0]):
-            multiple = args[0] if func is aten.mul_.Tensor else self.empty(args[0].shape)
+            if func is aten.mul_.Tensor:
+                multiple = args[0]
+            else:
+                multiple = self.empty(args[0].shape)
             self._kernels.scale(args[0], args[1], multiple)
             return multiple
         if func is aten.cat.default and not kwargs and args[1:] in ((1,), (-1,)) and all(map(_of_rows, args[0])):
@@ -173,7 +175,7 @@ class Recording(TorchDispatchMode):
         return made
 
     def _side_by_side(self, parts: Sequence[Tensor]) -> Tensor:
-        """A new tensor, (T, all widths), of parts, (T, width) each."""
+        """Join parts, (T, width) each, to (T, all widths)."""
         made = self.empty((len(parts[0]), sum(part.shape[1] for part in parts)))
         columns = made.split([part.shape[1] for part in parts], 1)
         for part, column in zip(parts, columns, strict=True):
@@ -194,24 +196,23 @@ def spanned(what: Any) -> Iterator[None]:
 
 
 def _views(made: Any, tensor: Tensor) -> bool:
-    """Whether what was made of a tensor lies where that lies."""
-    parts = [made] if isinstance(made, Tensor) else made
+    parts = made
+    if isinstance(made, Tensor):
+        parts = [made]
     return all(part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for part in parts)
 
 
 def _of_numbers(like: Tensor, asked: Mapping[str, Any]) -> bool:
-    """Whether a new tensor like another one is of float32, and nothing else is asked of it."""
     others = (value for name, value in asked.items() if name != "dtype")
     return (asked.get("dtype") or like.dtype) == torch.float32 and not any(others)
 
 
 def _of_rows(x: Tensor) -> bool:
-    """Whether this is (T, any) of such numbers as the kernels take, those of a row side by side."""
+    """Tell whether kernels take it: (T, any) of float32, rows side by side."""
     return x.dim() == 2 and x.dtype == torch.float32 and (x.stride(1) == 1 or x.shape[1] == 1)
 
 
 def _alike(x: object, y: object) -> bool:
-    """Whether these are such tensors as the kernels take, of one shape and without gaps."""
     if not (isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape == y.shape):
         return False
     return x.dtype == y.dtype == torch.float32 and x.is_contiguous() and y.is_contiguous()
@@ -234,7 +235,7 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, compute: Callable[[], T]) -> Callable[[], T]:
-        """Record what a function launches; it is called a few times before, which must do no harm."""
+        """Record a function's launches; it is called a few times before, which must do no harm."""
         current = torch.cuda.current_stream(self._device)
         aside = torch.cuda.Stream(self._device)
         aside.wait_stream(current)

@@ -1,4 +1,4 @@
-"""What computes beside matrix products where a model runs: kernels of ours, or PyTorch's operations, and why these."""
+"""The name of what computes beside matrix products: kernels of ours, or PyTorch's operations, and why these."""
 
 from __future__ import annotations
 
@@ -14,12 +14,7 @@ LOST = {
 
 
 def kernels_used(device: str, dtype: str) -> str:
-    """What to write into records and logs: "Triton", "C++", or "none" and the reason.
-
-    Args:
-        device: "cpu" or "cuda".
-        dtype: that is computed in, by its name in torch.
-    """
+    """Name the kernels in records and logs: "Triton", "C++", or "none" and the reason."""
     problem = _problem(device, dtype)
     if problem is None:
         if device == "cpu":
@@ -29,7 +24,7 @@ def kernels_used(device: str, dtype: str) -> str:
 
 
 def warn_without_kernels(device: str, dtype: str) -> None:
-    """Say so if the kernels are wanted and cannot be had."""
+    """Warn if the kernels are wanted and cannot be had."""
     problem = _problem(device, dtype)
     if problem is not None and not switched_off() and (device == "cuda" or dtype == "float32"):
         warnings.warn(
@@ -39,7 +34,6 @@ def warn_without_kernels(device: str, dtype: str) -> None:
 
 
 def _problem(device: str, dtype: str) -> str | None:
-    """Why there are no kernels for such a device and dtype."""
     if device == "cuda":
         return missing()
     if dtype != "float32":

@@ -1,1 +1,1 @@
-"""What a rank computes: its slices of a model, forward passes, the cache, and choosing tokens."""
+"""A rank's slices of a model, forward passes, the cache, and choosing tokens."""

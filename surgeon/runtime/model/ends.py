@@ -1,7 +1,6 @@
-"""What lies before and behind a program: embedded tokens and their positions, the final norm, the output head.
+"""The ends of a program: embedded tokens and their positions before it, the final norm and the output head behind it.
 
-`Ends` is the same for this package's engine and for vLLM, which has the vocabulary's rows in layers of its own.
-`Vocabulary` has the rows of one rank of the engine.
+`Ends` serves vLLM, too, which has the vocabulary's rows in layers of its own.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from torch import Tensor
 
 from surgeon.models.weights import ModelWeights
 from surgeon.runtime.batching.request import UNDEFINED, TokenLogprob
-from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.kernels.triton.functions import triton_kernels_for
 from surgeon.runtime.model.attending import softcap
 from surgeon.runtime.model.layers import Norm, plain_norm, torch_dtype
-from surgeon.runtime.model.products import Panels, Product, Transposed, laid_out
+from surgeon.runtime.model.linear import Panels, Product, Transposed, laid_out
+from surgeon.runtime.model.peers import Peers
 from surgeon.runtime.plan.specification import Plan
 
 Index = slice | Tensor  # which of some places, in order
@@ -29,12 +28,12 @@ Index = slice | Tensor  # which of some places, in order
 def read(
     source: ModelWeights, plan: Plan, device: torch.device, path: str, rows: tuple[int, int] | None = None
 ) -> Tensor:
-    """A tensor, or some of its rows, on the device and in the plan's dtype."""
+    """Read a tensor, or some of its rows, to the device in the plan's dtype."""
     return source.tensor(path, rows).to(torch_dtype(plan)).to(device)
 
 
 def final_norm(source: ModelWeights, plan: Plan, device: torch.device) -> Norm:
-    """The norm before the head."""
+    """Load the norm before the head."""
     if plan.family.norms.kind == "plain":
         return plain_norm(plan, device)
     path = plan.family.final_norm
@@ -43,18 +42,18 @@ def final_norm(source: ModelWeights, plan: Plan, device: torch.device) -> Norm:
 
 
 class Ends:
-    """What becomes of embedded tokens before the program, and of the stream behind it.
+    """Scales and positions of embedded tokens, and the final norm.
 
     Attributes:
         positions: learned ones, (positions, hidden), from that of a text's first token on; None without.
-        final_norm: what the head reads is the stream normed by it.
+        final_norm: before the head.
     """
 
     def __init__(self, source: ModelWeights, plan: Plan, device: torch.device) -> None:
         family = plan.family
         self._scale: float | None = None
-        if plan.embedding_scale is not None:  # rounded to the dtype first
-            self._scale = float(torch.tensor(plan.embedding_scale, dtype=torch_dtype(plan)))
+        if plan.arithmetic.embedding_scale is not None:  # rounded to the dtype first
+            self._scale = float(torch.tensor(plan.arithmetic.embedding_scale, dtype=torch_dtype(plan)))
         self.positions: Tensor | None = None
         if family.positions.embedding is not None:
             path = f"{family.positions.embedding}.weight"
@@ -62,13 +61,13 @@ class Ends:
         self.final_norm = final_norm(source, plan, device)
 
     def scaled(self, embedded: Tensor) -> Tensor:
-        """Rows of the embedding, (tokens, hidden), as the model has them."""
+        """Scale rows of the embedding, (tokens, hidden)."""
         if self._scale is None:
             return embedded
         return embedded * self._scale
 
     def placed(self, embedded: Tensor, positions: Index) -> Tensor:
-        """The stream, (tokens, hidden): scaled embeddings with what the stream has of their positions."""
+        """Add learned positions to scaled embeddings, (tokens, hidden)."""
         if self.positions is None:
             return embedded
         return embedded + self.positions[positions]
@@ -82,7 +81,7 @@ class Rows:
         self._kernels = kernels_for(weight)
 
     def rows(self, numbers: Tensor, first: int) -> Tensor:
-        """Some of them, (numbers, hidden); zeros for numbers that none has.
+        """Take rows by number, (numbers, hidden); zeros for numbers that none has.
 
         Args:
             numbers: int64.
@@ -94,11 +93,9 @@ class Rows:
 
 
 def embedded_among(tokens: Tensor, rows: Tensor, first: int) -> Tensor:
-    """Embeddings, (tokens, hidden), of those tokens that are among a rank's rows of the embedding; 0 for the others.
+    """Look up tokens, (tokens,), among a rank's rows of the embedding, (rows, hidden); 0 for tokens of others.
 
     Args:
-        tokens: (tokens,).
-        rows: (rows, hidden), perhaps none.
         first: the token id of the first row.
     """
     if not len(rows):
@@ -109,32 +106,23 @@ def embedded_among(tokens: Tensor, rows: Tensor, first: int) -> Tensor:
 
 
 class Vocabulary:
-    """A rank's rows of the embedding and of the output head, the same ones where these are tied.
-
-    Every rank calls the same methods in the same order; `counts` is where their collectives are counted.
+    """A rank's rows of the embedding and of the output head; every rank calls the same methods in the same order.
 
     Attributes:
         rows: of each rank; the last ranks may have fewer, or none.
         first: the token id of this rank's first row.
         like: a tensor of the embedding's dtype, on its device.
         embedding: its rows, (rows, hidden).
-        head: the product with the head: (tokens, hidden) to (tokens, rows). It has the rows of an embedding that it
-            is tied to where kernels can read them there: products are faster with weights that are packed.
+        head: the product with the head: (tokens, hidden) to (tokens, rows). Tied, it shares the embedding's rows where
+            kernels can read them packed.
     """
 
-    def __init__(
-        self, source: ModelWeights, plan: Plan, rank: int, device: torch.device, collectives: Callable[[], Collectives]
-    ) -> None:
-        """Read the rows of a rank.
-
-        Args:
-            collectives: of all ranks, which are others while passes are recorded.
-        """
+    def __init__(self, source: ModelWeights, plan: Plan, device: torch.device, peers: Peers) -> None:
         family = plan.family
         self.plan = plan
-        self.collectives = collectives
+        self.peers = peers
         self.rows = -(-plan.vocabulary // plan.ranks)
-        self.first = min(rank * self.rows, plan.vocabulary)
+        self.first = min(peers.rank * self.rows, plan.vocabulary)
         bounds = self.first, min(self.first + self.rows, plan.vocabulary)
         if plan.stretch:
             bounds = self.first, self.first
@@ -151,15 +139,15 @@ class Vocabulary:
         bias = f"{family.head}.bias"
         self._bias = read(source, plan, device, bias, bounds) if bias in source else None
 
-    def shared_with(self, plan: Plan, collectives: Callable[[], Collectives]) -> Vocabulary:
-        """The same rows for another program on the same ranks."""
+    def shared_with(self, plan: Plan, peers: Peers) -> Vocabulary:
+        """Share the rows with another program on the same ranks."""
         other = copy(self)
         other.plan = plan
-        other.collectives = collectives
+        other.peers = peers
         return other
 
     def with_head(self, source: ModelWeights, plan: Plan, device: torch.device) -> Vocabulary:
-        """The same rows, with the head that other weights have, or the embedding for one where they have none."""
+        """Share the rows, with the head of other weights, or the embedding for one where they have none."""
         other = copy(self)
         head = f"{plan.family.head}.weight"
         bias = f"{plan.family.head}.bias"
@@ -174,50 +162,55 @@ class Vocabulary:
         other._bias = read(source, plan, device, bias, bounds) if bias in source else None
         return other
 
-    def embed(self, tokens: Tensor, counts: Counts) -> Tensor:
-        """The embeddings of tokens (tokens,), whole on every rank: (tokens, hidden)."""
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embed tokens, (tokens,), whole on every rank: (tokens, hidden)."""
         own = self.embedding.rows(tokens, self.first)
         if self.plan.ranks == 1:
             return own
-        return self.collectives().exact.all_reduce(own, counts, at_once=True)()
+        return self.peers.collectives.exact.all_reduce(own, self.peers.counts.vocabulary, at_once=True)()
 
     def logits(self, normed: Tensor) -> Tensor:
         """This rank's logits, (tokens, its rows), of a normed stream, (tokens, hidden)."""
         logits = self.head(normed, self._bias)
-        if self.plan.logit_scale is not None:
-            logits = logits * self.plan.logit_scale
-        if self.plan.logit_softcap is None:
+        if self.plan.arithmetic.logit_scale is not None:
+            logits = logits * self.plan.arithmetic.logit_scale
+        if self.plan.arithmetic.logit_softcap is None:
             return logits
-        return softcap(logits, self.plan.logit_softcap)
+        return softcap(logits, self.plan.arithmetic.logit_softcap)
 
-    def gather(self, own: Tensor, counts: Counts) -> Tensor:
-        """Logits over the whole vocabulary, (tokens, vocabulary), from each rank's own."""
+    def gather(self, own: Tensor) -> Tensor:
+        """Gather each rank's logits to (tokens, vocabulary)."""
         missing = self.rows - own.shape[-1]
-        padded = F.pad(own, (0, missing)) if missing else own
-        gathered = self.collectives().all_gather(padded, counts)
-        return torch.cat(list(gathered), -1)[..., : self.plan.vocabulary]
+        padded = own
+        if missing:
+            padded = F.pad(own, (0, missing))
+        return torch.cat(list(self._gathered(padded)), -1)[..., : self.plan.vocabulary]
 
-    def score(self, own: Tensor, targets: list[int], top: int, counts: Counts) -> list[TokenLogprob]:
-        """How likely a target is by each token's logits, of which this rank has its own."""
-        collectives = self.collectives()
-        return score(own, self.first, self.rows, targets, top, lambda tensor: collectives.all_gather(tensor, counts))
+    def score(self, own: Tensor, targets: list[int], top: int) -> list[TokenLogprob]:
+        """Score targets, one of each row of this rank's logits."""
+        return score(own, self.first, self.rows, targets, top, self._gathered)
 
-    def best(self, own: Tensor, counts: Counts) -> Tensor:
+    def _gathered(self, part: Tensor) -> Tensor:
+        return self.peers.collectives.all_gather(part, self.peers.counts.vocabulary)
+
+    def best(self, own: Tensor) -> Tensor:
         """The most likely token of each text, (texts,), from each rank's own logits, (texts, rows).
 
-        It is UNDEFINED where the highest logit is not finite: NaN counts as higher than any number. Nothing waits for
-        a GPU.
+        UNDEFINED where the highest logit is not finite: NaN counts as higher than any number. Nothing waits for a GPU.
         """
         kernels = kernels_for(own) or triton_kernels_for(own)
         if own.shape[-1]:
-            best, at = own.max(-1) if kernels is None else kernels.highest(own.contiguous())
+            if kernels is None:
+                best, at = own.max(-1)
+            else:
+                best, at = kernels.highest(own.contiguous())
         else:  # the vocabulary has fewer rows than there are ranks
             best = own.new_full(own.shape[:1], -torch.inf)
             at = own.new_zeros(own.shape[:1], dtype=torch.long)
         if self.plan.ranks == 1:
             return at.where(best - best == 0, UNDEFINED)  # `isfinite` is five launches
         # Two float64 numbers per text instead of a vocabulary; a token id is exact in them.
-        candidates = self.collectives().all_gather(torch.stack([best.double(), (at + self.first).double()], -1), counts)
+        candidates = self._gathered(torch.stack([best.double(), (at + self.first).double()], -1))
         highest, winner = candidates[..., 0].max(0)
         return candidates[..., 1].gather(0, winner[None])[0].long().masked_fill(~highest.isfinite(), UNDEFINED)
 
@@ -227,20 +220,19 @@ def score(
 ) -> list[TokenLogprob]:
     """The log-probability of a target token under each row of logits, and those of the most likely tokens there.
 
-    A prompt has many tokens, and logits of a whole vocabulary for each of them would be most of what ranks send. Each
-    rank sends three kinds of numbers instead: the logarithm of its own share of the softmax's denominator, its own
-    logit of the token in question, and its own highest logits.
+    To spare logits of a whole vocabulary for each token of a prompt, each rank sends three kinds of numbers: the
+    logarithm of its share of the softmax's denominator, its logit of the target, and its highest logits.
 
     Args:
         own: this rank's logits, (tokens, its part of the vocabulary), the last part perhaps shorter or empty.
         first: the token id that the part begins with.
         rows: the length of every part but the last.
-        targets: a token id for each row of `own`; the same on every rank, like all of what is returned.
+        targets: a token id for each row of `own`.
         top: how many of the most likely tokens to report.
         all_gather: joins the ranks' tensors in a new first dimension.
 
     Returns:
-        One for each row; its log-probability is NaN if the row's logits are not finite.
+        One for each row, the same on every rank; its log-probability is NaN if the row's logits are not finite.
     """
     logits = F.pad(own.float(), (0, rows - own.shape[-1]), value=-torch.inf)
     at = torch.tensor(targets, device=own.device)[:, None] - first

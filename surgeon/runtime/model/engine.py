@@ -1,8 +1,7 @@
 """A rank's engine: it runs a model's program with the one executor, for many sequences in one pass.
 
-A pass is a list of rows, each the next tokens of one sequence: one token of a text that is being continued, or a chunk
-of a prompt. Ranks keep nothing about sequences but their keys and values; which rows a pass has is decided on rank 0
-and sent to the others (worker.py). `ways_through` says which ways of computing passes there are for a model.
+A pass is a list of rows, each the next tokens of one sequence: one token of a text that is continued, or a chunk of a
+prompt. Ranks keep nothing about sequences but their keys and values; rank 0 decides which rows a pass has (worker.py).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.kernels.triton import used_on
 from surgeon.runtime.model.dynamic import DynamicPasses, HalvedPasses
 from surgeon.runtime.model.paged_cache import PagedCache
-from surgeon.runtime.model.phase import Phase
+from surgeon.runtime.model.peers import Phase
 from surgeon.runtime.model.rank_model import RankModel, Results, Way
 from surgeon.runtime.model.recorded import RecordedDecode
 from surgeon.runtime.model.static_decode import StaticDecode
@@ -38,7 +37,7 @@ LEAST_CAPABILITY = 8  # of GPUs, for products in bfloat16
 
 @dataclass
 class Figures:
-    """What passes have cost: those with tokens of prompts, those that continue sequences, and those that draft."""
+    """The cost of passes with tokens of prompts, of those that continue sequences, and of those that draft."""
 
     prefill: Phase = field(default_factory=Phase)
     decode: Phase = field(default_factory=Phase)
@@ -46,12 +45,12 @@ class Figures:
 
 
 class RankEngine:
-    """What computes passes of a model on one rank, for many sequences at a time.
+    """An engine of passes over many sequences, on one rank.
 
     Attributes:
-        model: the slices of it that this rank holds, and the collectives that make them whole.
-        figures: what all passes so far have cost; may be replaced.
-        drafter: the engine of the program that drafts tokens, if any; it has the cache of this one, no weights twice.
+        model: this rank's part of it.
+        figures: the cost of all passes so far; may be replaced.
+        drafter: the engine of the program that drafts tokens, if any, on the cache of this one and its weights.
         ways: through a pass; the first that fits its rows computes it.
     """
 
@@ -59,7 +58,7 @@ class RankEngine:
         self, plan: Plan, collectives: Collectives, device: torch.device, beside: Iterable[RankEngine] = ()
     ) -> None:
         """Load the model, weights that this rank has already (`beside`) but once."""
-        check_decoding(plan, collectives, device)
+        check_capability(device)
         self.model: RankModel = RankModel(plan, collectives, device, [other.model for other in beside])
         self.plan = self.model.plan
         self.device = device
@@ -79,12 +78,12 @@ class RankEngine:
         self._reusable: tuple[PagedCache, bool] | None = None  # whether it is grouped
 
     def new_cache(self, blocks: int, texts: int = 1, grouped: bool = False) -> PagedCache:
-        """An empty cache for the attentions of this rank's work.
+        """Make an empty cache for the attentions of this rank's work.
 
         Args:
             texts: that are going to be computed together; with more of them its buffers grow.
-            grouped: whether attentions with a window keep no more than that (`cache_groups`); rows have blocks in
-                each group then. Otherwise a row's blocks are those of all attentions.
+            grouped: whether attentions with a window keep no more than that (`cache_groups`), and rows have blocks in
+                each group; otherwise a row's blocks are those of all attentions.
         """
         heads = self.model.kv_heads()
         rebuilds = self.model.rebuilds()
@@ -103,15 +102,12 @@ class RankEngine:
     def cache_division(self) -> tuple[Sequence[int], Windows]:
         """The group of each of this rank's attentions, and the windows of all groups."""
         groups = cache_groups(self.plan)
-        return groups.slots[self.model.rank], groups.windows
+        return groups.slots[self.model.peers.rank], groups.windows
 
     def reusable_cache(self, blocks: int, grouped: bool = False) -> PagedCache:
-        """A cache of at least so many blocks, for when all that used the one returned before have ended.
+        """Give a cache of at least so many blocks, when all that used the one given before have ended.
 
-        It is the same one if it can be, where ways through a pass hold its address.
-
-        Args:
-            grouped: as of `new_cache`.
+        The same one if possible, where ways through a pass hold its address.
         """
         if not any(way.holds_caches for way in self.ways):
             return self.new_cache(blocks, grouped=grouped)
@@ -122,7 +118,7 @@ class RankEngine:
         return self._reusable[0]
 
     def forget_cache(self) -> None:
-        """Give back the memory of the reusable cache; passes that were recorded with it are forgotten, too."""
+        """Free the reusable cache, and the passes that were recorded with it."""
         self._reusable = None
         gc.collect()
         if self.device.type == "cuda":
@@ -130,7 +126,7 @@ class RankEngine:
 
     @torch.inference_mode()
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
-        """One forward pass, which extends the cache."""
+        """Compute one pass, which extends the cache."""
         with self._counted(self._phase(rows), rows):
             return self._way(rows).step(rows, cache)
 
@@ -139,7 +135,7 @@ class RankEngine:
         return [rows for way in self.ways for rows in way.passes_to_record(cache, texts)]
 
     def record_ahead(self, rows: Sequence[Row], cache: PagedCache) -> None:
-        """One of these passes, which counts as none."""
+        """Compute one of these passes, which counts as none."""
         figures = self.figures
         self.figures = Figures()
         self.step(rows, cache)
@@ -148,23 +144,23 @@ class RankEngine:
 
     @torch.inference_mode()
     def draft(self, rows: Sequence[Row], cache: PagedCache) -> Results:
-        """One pass of the drafter, which drafts a token of each of some texts.
+        """Compute one pass of the drafter, which drafts a token of each of some texts.
 
         Rows of tokens that the model has computed (`Row.known`) bring the drafter the keys and values that are its own.
         """
         assert self.drafter is not None, "tokens are drafted by a program"
         with self._counted(self.figures.drafting, rows):
-            self.drafter.model.counts = self.figures.drafting
+            self.drafter.model.peers.counts = self.figures.drafting
             if cache not in self._lent:
                 assert self.plan.draft is not None
-                self._lent[cache] = cache.lent(self.plan.draft.slots[self.model.rank], self._drafts_own())
+                self._lent[cache] = cache.lent(self.plan.draft.slots[self.model.peers.rank], self._drafts_own())
             return self.drafter._way(rows).step(rows, self._lent[cache])
 
     def _drafts_own(self) -> tuple[int, ...]:
-        """Which of the drafter's attentions have slots of their own."""
+        """The drafter's attentions with slots of their own."""
         if self.plan.draft is None:
             return ()
-        return self.plan.draft.own[self.model.rank]
+        return self.plan.draft.own[self.model.peers.rank]
 
     def _phase(self, rows: Sequence[Row]) -> Phase:
         if all(row.start and len(row.tokens) == 1 for row in rows):
@@ -177,15 +173,16 @@ class RankEngine:
     @contextmanager
     def _counted(self, phase: Phase, rows: Sequence[Row]) -> Iterator[None]:
         began = self._since or time.perf_counter()
-        begun = self.model.passes
-        self.model.counts = phase
+        program = self.model.program
+        begun = program.passes
+        self.model.peers.counts = phase
         tokens = sum(len(row.tokens) for row in rows)
         with torch_threads(1) if self._one_thread else nullcontext():
             yield
         self._since = time.perf_counter()
         phase.seconds += self._since - began
         phase.passes += 1
-        self.model.passes = begun + 1
+        program.passes = begun + 1
         phase.tokens += tokens
 
     def pause(self) -> None:
@@ -194,9 +191,9 @@ class RankEngine:
 
     @torch.inference_mode()
     def logits(self, rows: Sequence[Row], cache: PagedCache) -> Tensor:
-        """One forward pass; logits of all its tokens, (tokens, vocabulary), on every rank."""
-        self.model.counts = self.figures.prefill
-        return self.model.whole_logits(self._way(rows).logits(rows, cache))
+        """Compute one pass; logits of all its tokens, (tokens, vocabulary), on every rank."""
+        self.model.peers.counts = self.figures.prefill
+        return self.model.vocabulary.gather(self._way(rows).logits(rows, cache))
 
     def text_logits(self, tokens: list[int]) -> Tensor:
         """Logits of one text, (tokens, vocabulary), on every rank, with a cache of its own."""
@@ -204,12 +201,8 @@ class RankEngine:
         return self.logits([Row(0, tokens, ([(0, blocks)],), Wanted.NOTHING)], self.new_cache(blocks))
 
 
-def check_decoding(plan: Plan, collectives: Collectives, device: torch.device) -> None:
-    """Refuse to capture passes that cannot be captured, and GPUs that kernels are not for."""
-    if plan.decoding == "captured" and device.type != "cuda":
-        raise ValueError("decoding can be captured on GPUs only; choose static, dynamic or auto decoding on a CPU")
-    if plan.decoding == "captured" and not collectives.capturable:
-        raise ValueError("decoding cannot be captured with these collectives; use nccl, or static or auto decoding")
+def check_capability(device: torch.device) -> None:
+    """Refuse GPUs that the kernels are not for."""
     if device.type == "cuda" and used_on("cuda") and torch.cuda.get_device_capability(device)[0] < LEAST_CAPABILITY:
         raise ValueError(
             f"the kernels for GPUs want compute capability {LEAST_CAPABILITY}.0 or more, and "
@@ -221,12 +214,13 @@ def ways_through(model: RankModel) -> tuple[Way, ...]:
     """The ways of computing passes that a plan's decoding, its device and collectives allow; the last one fits all."""
     plan = model.plan
     device = model.device
-    decode: list[Way] = [HalvedPasses(model)] if plan.halves == "on" else []
+    decode: list[Way] = []
+    if plan.halves == "on":
+        decode = [HalvedPasses(model)]
     if plan.is_static(device.type):
-        decode.append(StaticDecode(model, model.graphs))
+        decode.append(StaticDecode(model, model.program.graphs))
     kernels = kernels_for(model.vocabulary.like)
     # Nothing that ranks send has to be waited for in Python either.
-    recordable = model.by_kernels and all(one.recordable for one in model.groups.values())
-    if kernels is not None and recordable and plan.decoding == "auto":
+    if kernels is not None and model.by_kernels and model.peers.are_recordable and plan.decoding == "auto":
         decode.append(RecordedDecode(model, kernels))
     return *decode, DynamicPasses(model)

@@ -1,8 +1,6 @@
-"""What sampling computes of logits, for many texts at once: penalty, temperature, filters, draws, log-probabilities.
+"""Sampling's arithmetic on logits of many texts: penalty, temperature, filters, draws, log-probabilities.
 
-Nothing here waits for a device.
-
-Shapes: R rows, V tokens of the vocabulary, K of them that are looked at.
+Nothing waits for a device. Shapes: R rows, V tokens of the vocabulary, K of them that are looked at.
 """
 
 from __future__ import annotations
@@ -35,12 +33,12 @@ def column(numbers: Sequence[float], like: Tensor) -> Column:
 
 
 def places(numbers: Sequence[int] | Sequence[Sequence[int]], like: Tensor) -> Tensor:
-    """Numbers to index with, where a tensor is."""
+    """Indices, where a tensor is."""
     return torch.tensor(numbers, dtype=torch.long, device=like.device)
 
 
 def of_rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
-    """Some rows of a tensor, which are not copied where they lie side by side."""
+    """Take rows of a tensor, as a view where they lie side by side."""
     first = rows[0]
     end = rows[-1] + 1
     consecutive = end - first == len(rows) and all(row == first + at for at, row in enumerate(rows))
@@ -50,7 +48,7 @@ def of_rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
 
 
 class Look(NamedTuple):
-    """What the filters of a text look at; it does not depend on what else is in the batch.
+    """The tokens that a text's filters look at, whatever else is in the batch.
 
     Attributes:
         tokens: so many of the likeliest; 0 for all in their order.
@@ -70,10 +68,9 @@ class Look(NamedTuple):
 
 
 def penalise(logits: Tensor, seen: Tensor, penalty: Column) -> Tensor:
-    """Logits, (R, V), with tokens that have been seen, (R, any), less likely (more if the penalty is below 1).
+    """Make tokens that have been seen, (R, any), less likely in logits, (R, V), or more with a penalty below 1.
 
-    Keskar et al. 2019, section 4.1, divides their logits; negative ones are multiplied, as everybody does since, or
-    they would become more likely.
+    Keskar et al. 2019, section 4.1, divides their logits; negative ones are multiplied, as everybody does since.
     """
     own = logits.gather(-1, seen)
     return logits.scatter(-1, seen, torch.where(own > 0, own / penalty, own * penalty))
@@ -86,12 +83,12 @@ def likeliest(scores: Tensor) -> Tensor:
 
 
 class Filtered(NamedTuple):
-    """What filters leave.
+    """The probabilities that filters leave.
 
     Attributes:
-        weights: the probabilities, (R, K) of float64, 0 for what is left out; they may sum to less than 1.
+        weights: (R, K) of float64, 0 for what is left out; they may sum to less than 1.
         tokens: that these are of, (R, K); None for all in their order.
-        enough: whether what was looked at is all that can be left, (R, 1); None where it is in any case.
+        enough: whether what was looked at is all that can be left, (R, 1); None where it always is.
     """
 
     weights: Tensor
@@ -100,14 +97,16 @@ class Filtered(NamedTuple):
 
     def at(self, place: Tensor) -> Tensor:
         """The token at a place of each row, both (R, 1); WIDER where another one may have been drawn."""
-        token = place if self.tokens is None else self.tokens.gather(-1, place)
+        token = place
+        if self.tokens is not None:
+            token = self.tokens.gather(-1, place)
         if self.enough is None:
             return token
         return token.where(self.enough, WIDER)
 
 
 def filtered(scores: Tensor, texts: Sequence[Sampling], look: Look) -> Filtered:
-    """What temperature, top_k, top_p and min_p leave of the probabilities of each row, where tokens are drawn.
+    """Filter the probabilities of each row by temperature, top_k, top_p and min_p, where tokens are drawn.
 
     Args:
         scores: (R, V), float32.
@@ -153,7 +152,7 @@ def pick(weights: Tensor, number: Column) -> Tensor:
 
 
 def race(weights: Tensor, keys: Sequence[int], tokens: Tensor | None = None) -> Tensor:
-    """The same by a key of each row, 63 random bits, which decides of two distributions that are alike much the same.
+    """Draw by a key of each row, 63 random bits, which decides of two distributions that are alike much the same.
 
     The greatest weight over a random number of its token, exponentially distributed, a function of key and token. The
     tokens of two distributions are the same with the chance (1 - d) / (1 + d) or more, if d is their distance in total
@@ -187,10 +186,10 @@ def distribution(scores: Tensor, texts: Sequence[Sampling], look: Look) -> Tenso
 
 
 def report(tokens: Tensor, logits: Tensor, tops: Sequence[int | None]) -> Tensor:
-    """What is told of tokens, (R, 1), as float64, in which a token id is exact, to be read at once: (R, numbers).
+    """Numbers about tokens, (R, 1), to be read at once: (R, numbers) of float64, in which a token id is exact.
 
-    Each token, the highest of its logits and, if anybody asks for them, its log-probability, then those of the `most`
-    likeliest tokens, then these.
+    Each token, the highest of its logits and, if asked for, its log-probability, then those of the likeliest tokens,
+    then these.
     """
     columns = [tokens, logits.amax(-1, keepdim=True).double()]
     if any(top is not None for top in tops):

@@ -45,7 +45,7 @@ class LatentMaps:
         if "o_proj.bias" in stored and heads.start == 0:  # of slices, one adds it
             written["o.bias"] = stored["o_proj.bias"]
         self._written = written
-        self._scale = plan.output_scale
+        self._scale = plan.arithmetic.output_scale
         own = stored["norm.weight"].new_empty((heads.stop - heads.start) * latent.width, 0)
         self.tensors: Tensors = {"norm.weight": stored["norm.weight"], "q.weight": own, "k.weight": own}
 

@@ -79,7 +79,7 @@ class Norm:
     def __init__(self, tensors: Tensors, path: str, plan: Plan) -> None:
         self.gain = gain_of(tensors[f"{path}.weight"], plan)
         self.shift = tensors.get(f"{path}.bias")
-        self.epsilon = plan.epsilon
+        self.epsilon = plan.arithmetic.epsilon
         self.rms = plan.family.norms.kind == "rms"
         self.kernels = plan_kernels(plan, self.gain) if self.rms else None
         self.by_kernels = self.kernels is not None
@@ -167,14 +167,14 @@ class Attention:
         self.rotary = rotary
         growth = spec.head_stage(Growth)
         grows = growth is not None and not (growth.unturned and rotary is not None)
-        self.query_factor = plan.query_factor if grows else None
+        self.query_factor = plan.arithmetic.query_factor if grows else None
         self.head_dim = plan.head_dim
         self.heads = count_outputs(tensors, "q") // plan.head_dim
         self.kv_heads = count_outputs(tensors, "k") // plan.head_dim
         sinks = tensors["sinks"].float().contiguous() if "sinks" in tensors else None
         seen = None if window is None else Window(window, plan.family.window.chunked)
-        self.weighting = Weighting(plan.attention_scale, seen, plan.attention_softcap, sinks)
-        self.epsilon = plan.epsilon
+        self.weighting = Weighting(plan.arithmetic.attention_scale, seen, plan.arithmetic.attention_softcap, sinks)
+        self.epsilon = plan.arithmetic.epsilon
         clamp = spec.head_stage(Clamp)
         self.bound = None if clamp is None else clamp.bound
         self.rebuild: Rebuild | None = None
@@ -258,7 +258,7 @@ class Rebuild:
         self.columns = [tensors[f"{role}.first.weight"].shape[0] for role in "kv"]
         self.width = count_outputs(tensors, "k")
         self.head_dim = plan.head_dim
-        self.epsilon = plan.epsilon
+        self.epsilon = plan.arithmetic.epsilon
         self.bound = bound
         self.head_gain = None if head_gain is None else head_gain.contiguous()
         self.rotary = rotary
@@ -287,10 +287,10 @@ class FeedForward:
         self.gated = any(name.startswith("gate.") for name in tensors)
         self.up = maps.reading(["gate", "up"] if self.gated else ["up"])
         self.down = maps.writing("down")
-        self.activation = activation(plan.activation)
+        self.activation = activation(plan.arithmetic.activation)
         like = next(iter(tensors.values()))
         kernels = triton_kernels_for(like) or plan_kernels(plan, like)
-        self.gate = kernels.gate_of(plan.activation) if self.gated and kernels is not None else None
+        self.gate = kernels.gate_of(plan.arithmetic.activation) if self.gated and kernels is not None else None
         self.by_kernels = all(one.by_kernels for one in (self.up, self.down, self.norm)) and self.gate is not None
 
     def __call__(self, stream: Tensor) -> Tensor:

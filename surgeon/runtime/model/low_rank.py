@@ -1,16 +1,15 @@
-"""How several ranks compute the factors of a sublayer together: DeInfer's way, and the way it is compared with.
+"""Factors of a sublayer on several ranks: DeInfer's way, and the way it is compared with.
 
 A sublayer's projections W = B A of the stream are cut by heads or neurons, so that each rank needs some rows of every
 second factor B, but all that the first factors A give, their sum of ranks R. In DeInfer each rank computes R / n of
-that, of all first factors together in one product, and one all-gather gives it to all. What is written to the stream
-goes the other way: each rank has its part of what the first factor gives, and the sum over the ranks, of as many values
-as the rank, goes through the second factor (`surgeon.runtime.model.outputs`).
+that in one product, and one all-gather gives it to all. Projections to the stream go the other way: the sum over the
+ranks of what the first factor gives goes through the second one (outputs.py).
 
 Base has each matrix W = B A by itself: a rank has some columns of B and rows of A, and every product is summed over the
 ranks, so that all of them have all heads.
 
-A rank is a process here; a matrix's rank is called the columns that its first factor gives. Shapes: T tokens of a pass,
-n ranks that share the sublayer.
+A matrix's rank is called the columns that its first factor gives. Shapes: T tokens of a pass, n ranks that share the
+sublayer.
 """
 
 from __future__ import annotations
@@ -23,47 +22,45 @@ import torch
 from torch import Tensor
 
 from surgeon.models.weights import Tensors
-from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.model.linear import Linear, LinearMap, is_factored, second_factor, whole_map
+from surgeon.runtime.model.peers import Peers
+from surgeon.runtime.plan.placement import Group
 
-ROUNDS, WARM_UPS = 5, 2  # of measuring which way is faster
+# Of measuring which way is faster
+ROUNDS = 5
+WARM_UPS = 2
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """The ranks that share a sublayer, as one of them sees it.
+    """The ranks that share a sublayer, as one of them sees it."""
 
-    Attributes:
-        collectives: of these ranks, which are others while passes are recorded.
-        counts: where to count what is exchanged.
-    """
-
-    collectives: Callable[[], Collectives]
-    counts: Callable[[], Counts]
+    peers: Peers
+    group: Group
 
     @property
     def member(self) -> int:
-        collectives = self.collectives()
-        return collectives.group.index(collectives.rank)
+        return self.group.index(self.peers.rank)
 
     @property
     def members(self) -> int:
-        """How many share the sublayer."""
-        return len(self.collectives().group)
+        return len(self.group)
 
     def gather(self, part: Tensor) -> Tensor:
         """The parts of all ranks, (T, c) each, side by side: (T, n * c)."""
-        return torch.cat(self.collectives().all_gather(part, self.counts()).unbind(), -1)
+        parts = self.peers.groups[self.group].all_gather(part, self.peers.counts.layers)
+        return torch.cat(parts.unbind(), -1)
 
     def sum(self, part: Tensor) -> Tensor:
-        return self.collectives().all_reduce(part, self.counts(), at_once=True)()
+        return self.peers.groups[self.group].all_reduce(part, self.peers.counts.layers, at_once=True)()
 
     def mean(self, part: Tensor) -> Tensor:
-        """The mean over all ranks, of which nothing loses precision on its way."""
-        return self.collectives().exact.all_reduce(part, self.counts(), at_once=True)() * (1 / self.members)
+        """The mean over all ranks, exact on its way."""
+        exact = self.peers.groups[self.group].exact
+        return exact.all_reduce(part, self.peers.counts.layers, at_once=True)() * (1 / self.members)
 
     def share(self, columns: int) -> slice:
-        """This rank's part of what first factors give; the last ranks may have fewer."""
+        """This rank's part of the first factors' columns; the last ranks may have fewer."""
         each = -(-columns // self.members)
         return slice(min(columns, self.member * each), min(columns, (self.member + 1) * each))
 
@@ -71,13 +68,13 @@ class Sharing:
 class LowRank:
     """Projections of the same input, some of which are products of two factors.
 
-    Whole matrices and first factors all read the input: they are one product. Where ranks share first factors out, each
-    computes its part of what all of them give, and gathers the others. That goes through the second ones.
+    Whole matrices and first factors are one product. Where ranks share first factors out, each computes its part of
+    their output and gathers the others.
 
     Args:
         tensors: of a slice of a sublayer, by role.
         roles: of the projections, in the order of the output; at least one of them is two factors.
-        scale: what the output is multiplied by, if anything.
+        scale: of the output, if any.
         later: the roles whose second factors are left out.
         sharing: the ranks that first factors are shared out among, if any.
     """
@@ -125,7 +122,7 @@ class LowRank:
 
 
 class SummedApart:
-    """Projections of the same input that a rank has some columns and rows of the factors of, summed each by itself.
+    """Projections of the same input whose factors' columns and rows ranks divide, summed each by itself.
 
     Args:
         maps: this rank's part of each; what is gathered is no part.
@@ -147,12 +144,12 @@ class Maps:
 
     Args:
         tensors: of the slice, by role; in Base of the whole sublayer.
-        scale: what is multiplied with what is written to the stream, if anything.
-        later: the roles whose second factors are left out: of what is written, where they follow when parts have been
-            summed, and of keys and values that are kept in rank space.
-        shared: the ranks that first factors are shared out among; a rank computes all by itself without.
-        base: the ranks that sum every product of two factors by itself. What is kept in rank space has no product to
-            sum; its parts are gathered, each matrix by itself too.
+        scale: of what is written to the stream, if any.
+        later: the roles whose second factors are left out: of what is summed before them, and of keys and values that
+            are kept in rank space.
+        shared: the ranks that first factors are shared out among, if any.
+        base: the ranks that sum every product of two factors by itself; numbers kept in rank space are gathered
+            instead.
     """
 
     def __init__(
@@ -197,7 +194,7 @@ class Maps:
         return whole_map(self.tensors, [role], self.scale)
 
     def _own(self, role: str, base: Sharing) -> Tensors:
-        """This rank's part of the factors of a matrix, and the bias on one rank, as parts are summed."""
+        """This rank's part of a matrix's factors, and the bias on one rank."""
         first, second = (self.tensors[f"{role}.{which}.weight"] for which in ("first", "second"))
         share = base.share(len(first))
         own = {f"{role}.first.weight": first[share], f"{role}.second.weight": second[:, share]}
@@ -207,7 +204,7 @@ class Maps:
 
 
 def time_of(compute: Callable[[], object], device: torch.device) -> float:
-    """Seconds that it takes, the best of a few times."""
+    """Time a computation in seconds, the best of a few times."""
     best = float("inf")
     for turn in range(WARM_UPS + ROUNDS):
         began = time.perf_counter()

@@ -22,9 +22,8 @@ from surgeon.models.routing import Routed, Routing, route
 from surgeon.models.weights import Tensors
 from surgeon.runtime.kernels.functions import GATED, Kernels, PackedExperts
 from surgeon.runtime.model.layers import FeedForward, Unnormed, activation, norm_before, plan_kernels
-from surgeon.runtime.model.linear import is_factored, whole_map
+from surgeon.runtime.model.linear import Panels, is_factored, whole_map
 from surgeon.runtime.model.low_rank import Maps
-from surgeon.runtime.model.products import Panels
 from surgeon.runtime.plan.specification import Plan
 
 AT_ONCE = 512  # tokens that the kernel takes: it has room for what all of their experts make of them
@@ -49,15 +48,15 @@ class MixtureOfExperts:
     """
 
     def __init__(self, tensors: Tensors, spec: SublayerSpec, plan: Plan, first: int = 0) -> None:
-        assert plan.routing is not None
+        assert plan.arithmetic.routing is not None
         assert spec.mixture is not None
         self.norm = norm_before(tensors, spec, plan)
         self.router = whole_map(tensors, ["router"])
-        self.routing = plan.routing
+        self.routing = plan.arithmetic.routing
         self.correction = tensors.get("router.correction")
         self.weighs_inputs = spec.mixture.weighs_inputs
         self.kernels = plan_kernels(plan, tensors["router.weight"])
-        self.scale = plan.output_scale
+        self.scale = plan.arithmetic.output_scale
         packed = None if self.kernels is None else pack_experts(tensors, first, plan, self.kernels)
         self.experts: KernelExperts | Experts
         self.route: Callable[[Tensor, Routing, Tensor | None], Routed]
@@ -65,10 +64,10 @@ class MixtureOfExperts:
             self.experts = KernelExperts(self.kernels, packed)
             self.route = self.kernels.route
         else:
-            if plan.clamped_gate is not None:
-                combine: Combine = partial(clamped, *plan.clamped_gate)
+            if plan.arithmetic.clamped_gate is not None:
+                combine: Combine = partial(clamped, *plan.arithmetic.clamped_gate)
             else:
-                act = activation(plan.activation)
+                act = activation(plan.arithmetic.activation)
                 combine = lambda gates, values: act(gates) * values  # noqa: E731
             self.experts = Experts(tensors, first, combine)
             self.route = route
@@ -236,7 +235,7 @@ class KernelExperts:
 def pack_experts(tensors: Tensors, first: int, plan: Plan, kernels: Kernels) -> PackedExperts | None:
     """Pack experts for the kernels; None where these do not compute such ones."""
     factored = any(is_factored(role, tensors) for role in ("gate", "up", "down"))
-    if factored or not (plan.clamped_gate or plan.activation in GATED):
+    if factored or not (plan.arithmetic.clamped_gate or plan.arithmetic.activation in GATED):
         return None
     reading = torch.cat([tensors["gate.weight"], tensors["up.weight"]], 1)
     biases = [tensors.get(f"{role}.bias") for role in ("gate", "up")]
@@ -253,7 +252,9 @@ def pack_experts(tensors: Tensors, first: int, plan: Plan, kernels: Kernels) -> 
             line += [panels.data_ptr(), 0 if own is None else own.data_ptr()]
         lines.append(line)
     neurons = reading.shape[1] // 2
-    return PackedExperts(first, torch.tensor(lines), tuple(kept), neurons, plan.activation, plan.clamped_gate)
+    return PackedExperts(
+        first, torch.tensor(lines), tuple(kept), neurons, plan.arithmetic.activation, plan.arithmetic.clamped_gate
+    )
 
 
 def clamped(alpha: float, limit: float, gates: Tensor, values: Tensor) -> Tensor:

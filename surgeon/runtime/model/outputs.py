@@ -1,9 +1,8 @@
-"""How the parts that ranks compute of a step's output are summed, and what becomes of the sums.
+"""Sums of the parts that ranks compute of a step's output.
 
-Most steps have one sum: of what all ranks add to the stream, (T, h). Two things keep sublayers of a step apart. A norm
-behind a sublayer (Gemma2) needs its whole output. And where what a sublayer adds is the product of two factors, the sum
-is taken before the second one, of as many values as its rank: then each of the step's sublayers has a segment of its
-own in what is reduced, (T, all segments).
+Most steps have one sum, of what all ranks add to the stream, (T, h). Two things keep sublayers of a step apart: a norm
+behind a sublayer (Gemma2), and a product of two factors, summed before the second one, of as many values as its rank.
+Then each of the step's sublayers has a segment of its own in what is reduced, (T, all segments).
 
 Shapes: T tokens of a pass, h the stream's width.
 """
@@ -47,12 +46,7 @@ def summed_in_rank_space(step: Step, hidden: int, normed: bool, mixtures: Mixtur
 
 
 def summed_apart(step: Step, hidden: int, in_rank_space: frozenset[int], normed: bool) -> dict[int, int]:
-    """Sublayers of a step that are summed by themselves, and how many values of a token; none for one sum of all.
-
-    Args:
-        in_rank_space: those that are summed before their second factor.
-        normed: as above.
-    """
+    """Sublayers of a step that are summed by themselves, and how many values of a token; none for one sum of all."""
     ranks = {
         index: next(rank for role, rank in step.sublayers[index].ranks if role in WRITING) for index in in_rank_space
     }
@@ -65,9 +59,8 @@ class Segment:
 
     Attributes:
         members: the numbers in the step of the sublayers that are summed in it.
-        width: how many values of a token.
-        second: the factor that the sum goes through, with the bias behind it.
-        norm: that it goes through after that.
+        width: values of a token.
+        second, norm: that the sum goes through, a second factor with its bias and a norm.
     """
 
     members: frozenset[int]
@@ -76,8 +69,10 @@ class Segment:
     norm: Norm | None = None
 
     def finished(self, total: Tensor) -> Tensor:
-        """What is added to the stream, (T, h), of the sum, (T, width)."""
-        output = total if self.second is None else self.second(total)
+        """Make the output, (T, h), of the sum, (T, width)."""
+        output = total
+        if self.second is not None:
+            output = self.second(total)
         if self.norm is None:
             return output
         return self.norm(output)
@@ -100,11 +95,7 @@ class StepOutputs:
             self.segments = [Segment(frozenset(range(len(step.sublayers))), hidden)]
 
     def partial(self, outputs: list[tuple[int, Tensor]]) -> Partial:
-        """What this rank has of the step's output.
-
-        Args:
-            outputs: of its parts, with the numbers of their sublayers in the step.
-        """
+        """This rank's part of the step's output, of its parts' outputs by their sublayers' numbers."""
         first, *others = self.segments
         if not others and first.second is None and first.norm is None:
             return Partial(reduce(torch.add, (output for _, output in outputs)))

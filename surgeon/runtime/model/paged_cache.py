@@ -1,13 +1,11 @@
 """The keys and values a rank keeps, in blocks, for sequences of any lengths.
 
 Attentions of one window are a group of slots where that saves memory (plan/memory.py), and a sequence has blocks of its
-own in each group. A block is as wide as the widest group: those of all groups lie in one tensor, and what a block holds
-depends on whose it is.
+own in each group. A block is as wide as the widest group: those of all groups lie in one tensor.
 
-Where k and v are two factors each, a slot may hold what the first ones give: fewer numbers, of which keys and values
-are made whenever they are read. That takes two buffers, allocated once (DeInfer, section 4.2): runs of blocks are
-copied into one side by side, unless there is only one run, and the second factors write to the other one what attention
-reads then.
+Where k and v are two factors each, a slot may hold the first ones' output, of which keys and values are made whenever
+they are read, by two buffers (DeInfer, section 4.2): several runs of blocks are copied into one side by side, and the
+second factors write to the other one what attention reads.
 
 Shapes: D head_dim, K KV heads of a slice, N tokens of a sequence so far, R the ranks of k and v together.
 """
@@ -33,25 +31,21 @@ from surgeon.runtime.model.rotary import AllAngles
 
 
 class Buffers:
-    """Room for what an attention reads of a cache in rank space, and for the keys and values made of it.
-
-    All attentions use the same two buffers, one after the other.
-    """
+    """Room to read a cache in rank space, and for the keys and values made of it; all attentions take turns in it."""
 
     def __init__(self, rebuilds: Sequence[Rebuild], like: Tensor) -> None:
-        """Start without any room."""
         self._kept_width = max((sum(one.columns) for one in rebuilds), default=0)
         self._rebuilt_width = max((2 * one.width for one in rebuilds), default=0)
         self.kept = self.rebuilt = like.new_empty(0)
 
     def reserve(self, tokens: int) -> None:
-        """See that there is room for so many tokens; what has the buffers of before goes on having them."""
+        """Make room for so many tokens; older views keep the buffers of before."""
         if tokens * self._kept_width > self.kept.numel():
             self.kept = self.kept.new_empty(tokens * self._kept_width)
             self.rebuilt = self.rebuilt.new_empty(tokens * self._rebuilt_width)
 
     def for_kept(self, rebuild: Rebuild, tokens: int) -> Tensor:
-        """Room for what is kept of so many tokens, (N, R)."""
+        """Room for the numbers kept of so many tokens, (N, R)."""
         self.reserve(tokens)
         return self.kept[: tokens * sum(rebuild.columns)].view(tokens, -1)
 
@@ -60,19 +54,11 @@ class PagedCache:
     """Room for keys and values of every attention of one rank's work, or for what these are rebuilt of.
 
     Attributes:
-        kv_heads: of each attention.
-        group_of: the group of each attention.
-        windows: of the groups.
         stored: keys and behind them values of one attention of a group after the other, (1, 2 * sum of K, places, D); a
-            place holds one token. Of attentions in rank space there are no heads in it.
-        pairs: the part of each attention, (2 * K, places, D).
-        slots: its keys and its values, (K, places, D).
-        rebuilds: of attentions in rank space, by slot.
-        low_rank: what is stored of these instead, (places, R), by slot.
-        kernels: that attend over what is stored, and put it there, if they can.
+            place holds one token. Attentions in rank space have no heads in it.
+        pairs: the part of each attention, (2 * K, places, D); slots: its keys and its values, (K, places, D).
+        rebuilds: of attentions in rank space, by slot; low_rank: their numbers, (places, R).
         borrowed: slots of another program, in which tokens that it has computed (`Row.known`) are read, not written.
-        triton: those for GPUs, which do so for one token of each text.
-        buffers: for reading that.
     """
 
     def __init__(
@@ -115,11 +101,7 @@ class PagedCache:
         return self.stored.shape[2]
 
     def lent(self, slots: Sequence[int], own: Sequence[int] = ()) -> PagedCache:
-        """The same room for another program, whose attentions use these slots.
-
-        Args:
-            own: which of the attentions have slots that nobody else uses.
-        """
+        """Lend the room to another program, whose attentions use these slots."""
         other = copy(self)
         if own:
             other.borrowed = frozenset(range(len(slots))).difference(own)
@@ -139,15 +121,11 @@ class PagedCache:
         return self.triton.attend(queries, self.pairs[slot], texts, BLOCK_TOKENS, *rule)
 
     def counters(self, texts: int) -> Tensor:
-        """What these count in, for so many texts: zeros."""
+        """Zeros for these kernels to count in."""
         return torch.zeros(texts * max(self.kv_heads, default=0), dtype=torch.int32, device=self.device)
 
     def rebuild(self, slot: int, kept: Tensor, angles: AllAngles) -> tuple[Tensor, Tensor]:
-        """Keys and values, (N, K, D) each, of what is kept of N tokens, (N, R); they last until the next ones.
-
-        Args:
-            angles: of the tokens' positions.
-        """
+        """Keys and values, (N, K, D) each, of the numbers kept of N tokens, (N, R); they last until the next ones."""
         rebuild = self.rebuilds[slot]
         self.buffers.reserve(len(kept))
         room = self.buffers.rebuilt[: 2 * len(kept) * rebuild.width].view(2, len(kept), -1)
@@ -168,7 +146,7 @@ def stretches(runs: Sequence[BlockRun], first: int, end: int) -> list[slice]:
 
 
 def runs_of(rows: Sequence[Row], group: int, window: Window | None) -> tuple[list[tuple[int, int]], list[int]]:
-    """Where the last token of each row looks, in a group of the cache, with such a window or without one.
+    """The runs of places that the last token of each row looks at, in a group of the cache.
 
     Returns:
         First place and number of places of each run, and how many runs there are up to the end of each row.
@@ -184,21 +162,19 @@ def runs_of(rows: Sequence[Row], group: int, window: Window | None) -> tuple[lis
 
 
 def write_table(table: Any, runs: Sequence[BlockRun], gone: int) -> None:
-    """Write a text's blocks into an array of numpy's, as many as it has room for.
-
-    Args:
-        gone: written for blocks that are there no more.
-    """
+    """Write a text's blocks into a numpy array, as far as it has room; `gone` for those that are there no more."""
     at = 0
     room = len(table)
     for first, blocks in runs:
         end = min(at + blocks, room)
-        table[at:end] = gone if first == GONE else np.arange(first, first + end - at)
+        table[at:end] = gone
+        if first != GONE:
+            table[at:end] = np.arange(first, first + end - at)
         at = end
 
 
 def angles_at(angles: AllAngles, positions: Index) -> AllAngles:
-    """The angles of some positions."""
+    """Take the angles of some positions."""
 
     def rows(angle: Tensor) -> Tensor:
         kernels = kernels_for(angle)

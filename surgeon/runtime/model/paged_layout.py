@@ -1,13 +1,9 @@
 """Attention over a paged cache for sequences of any lengths at once.
 
-The tokens of one forward pass lie one after another, whichever sequences they belong to. All but attention treats
-every token alike. In float32 on CPUs the kernels (runtime/kernels) read blocks where they lie, those of all sequences
-that add one token in one call; those for GPUs do the latter. Elsewhere attention goes through the sequences one by one,
-which on a CPU is faster than padding them to one length: a sequence in one run of blocks is read where it lies, as a
-view; for one in several runs they are gathered first, which costs about a fifth more time than a view (padding costs
-several times as much).
-
-An attention with a window reads the window's keys only: for one more token of a sequence a shorter view.
+The tokens of one forward pass lie one after another. In float32 on CPUs the kernels (runtime/kernels) read blocks where
+they lie, those of all sequences that add one token in one call; those for GPUs do the latter. Elsewhere attention goes
+through the sequences one by one, which on a CPU is faster than padding them to one length: one run of blocks is a view;
+several are gathered first, which costs about a fifth more time (padding several times as much).
 
 Shapes: T tokens of the pass, D head_dim, H heads and K KV heads of a slice, N tokens of a sequence so far, R the ranks
 of k and v together.
@@ -33,18 +29,13 @@ from surgeon.runtime.model.rotary import AllAngles
 
 
 class PagedLayout:
-    """Where the tokens of one pass are, in the stream and in the cache.
+    """The places of one pass's tokens, in the stream and in the cache.
 
     Attributes:
         positions: of the tokens, each in its sequence.
     """
 
     def __init__(self, rows: Sequence[Row], cache: PagedCache, angles: AllAngles = ()) -> None:
-        """Find the places.
-
-        Args:
-            angles: of all positions up to the last one.
-        """
         self.cache = cache
         self._parts: list[_Singles | _Text] = []
         positions = []
@@ -70,7 +61,7 @@ class PagedLayout:
         """Put new keys and values into a slot; queries (T, H, D) to attended values (T, H * D).
 
         Args:
-            kept: keys and, behind them, values, (T, 2 * K, D), or what they are rebuilt of, (T, R).
+            kept: keys and, behind them, values, (T, 2 * K, D), or the numbers they are rebuilt of, (T, R).
         """
         self._keep(slot, kept)
         attended = [part.attend(slot, queries, kept, weighting) for part in self._parts]
@@ -81,7 +72,10 @@ class PagedLayout:
     def _keep(self, slot: int, kept: Tensor) -> None:
         cache = self.cache
         group = self.cache.group_of[slot]
-        written = self._newly if slot in cache.borrowed else self._written
+        if slot in cache.borrowed:
+            written = self._newly
+        else:
+            written = self._written
         if written.tokens is not None:
             kept = kept[written.tokens]
         if slot in cache.rebuilds:
@@ -93,7 +87,7 @@ class PagedLayout:
 
 
 class _Written(NamedTuple):
-    """Which tokens of a pass are put into the cache, and where.
+    """The tokens of a pass that are put into the cache.
 
     Attributes:
         tokens: None for all.
@@ -115,7 +109,8 @@ class _Written(NamedTuple):
         for row, begin in zip(rows, begins, strict=True):
             end = row.start + len(row.tokens)
             left_out = min(max(0, begin - row.start), len(row.tokens))
-            some += [slice(first + left_out, first + len(row.tokens))] if left_out < len(row.tokens) else []
+            if left_out < len(row.tokens):
+                some += [slice(first + left_out, first + len(row.tokens))]
             for places, runs in zip(found, row.runs, strict=True):
                 places.extend(stretches(runs, row.start + left_out, end))
             first = first + len(row.tokens)
@@ -127,11 +122,7 @@ class _Written(NamedTuple):
 
 
 class _Singles:
-    """Rows of a pass, one after another, that have one token each: texts that are being continued.
-
-    Attributes:
-        texts: of the rows.
-    """
+    """Consecutive rows of one token each: texts that are continued."""
 
     def __init__(self, first: int, text: _Text, cache: PagedCache) -> None:
         self.texts = [text]
@@ -195,7 +186,9 @@ class _Text:
         attended = []
         for part in self._parts(window):
             asked = own[part.start - start : part.stop - start]
-            first = 0 if window is None else window.first(part.start + 1)  # the first token looks back the furthest
+            first = 0  # the first token looks back the furthest
+            if window is not None:
+                first = window.first(part.start + 1)
             if cache.kernels is not None and by_kernels:
                 text = self._text(cache.group_of[slot], window, part, first)
                 attended.append(cache.kernels.attend_text(asked, cache.pairs[slot], text, weighting))
@@ -210,7 +203,9 @@ class _Text:
                 attended.append(attention(grouped, keys, values, weighting).reshape(1, -1))
                 continue
             causal = part.start == first and (window is None or window.chunked)
-            mask = None if causal else self._mask(len(asked), keys.shape[2], window)
+            mask = None
+            if not causal:
+                mask = self._mask(len(asked), keys.shape[2], window)
             found = attention(asked.transpose(0, 1)[None], keys, values, weighting, mask, causal)
             attended.append(found.transpose(1, 2).flatten(2)[0])
         if len(attended) == 1:
@@ -218,14 +213,14 @@ class _Text:
         return torch.cat(attended)
 
     def _parts(self, window: Window | None) -> list[slice]:
-        """The row's positions; where there are chunks, those of each chunk, whose tokens look at the same first one."""
+        """The row's positions, cut where a chunk begins: tokens of a chunk look at the same first one."""
         borders = range(0)
         if window is not None and window.chunked:
             borders = range((self.row.start // window.tokens + 1) * window.tokens, self._end, window.tokens)
         return [slice(*part) for part in pairwise((self.row.start, *borders, self._end))]
 
     def _text(self, group: int, window: Window | None, part: slice, first: int) -> TextKeys:
-        """What tokens at some positions read in attentions of a group with such a window."""
+        """The keys that some positions read in attentions of a group with such a window."""
         key = group, window, part.start
         if key not in self._texts:
             places = stretches(self.row.runs[group], first, part.stop)
@@ -242,7 +237,7 @@ class _Text:
         return keys, values
 
     def _mask(self, tokens: int, keys: int, window: Window | None) -> Tensor:
-        """Which of so many keys each of as many tokens as end with the last of them looks at, (tokens, keys)."""
+        """A mask, (tokens, keys), of tokens that end with the last key."""
         key = tokens, keys, window
         if key not in self._masks:
             before = keys - tokens
@@ -253,9 +248,9 @@ class _Text:
         return self._masks[key]
 
     def read_from(self, slot: int, first: int) -> tuple[Tensor, Tensor]:
-        """Those of a slot from a token on, (1, K, N, D) each: views where they lie in one run of blocks, else copies.
+        """A slot's keys and values from a token on, (1, K, N, D) each: views of one run of blocks, else copies.
 
-        Where they have to be rebuilt they last until the next ones.
+        Rebuilt ones last until the next.
         """
         cache = self._cache
         group = cache.group_of[slot]
@@ -293,7 +288,7 @@ def by_head(keys_values: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def as_index(parts: Sequence[slice], device: torch.device) -> Index:
-    """What indexes all of these, one after the other: a slice (whose result is a view) where there is one only."""
+    """An index of all of these in order: a slice (whose result is a view) where there is one only."""
     if len(parts) == 1:
         return parts[0]
     places = [place for part in parts for place in range(part.start, part.stop)]

@@ -1,13 +1,12 @@
-"""The part of a program that one rank computes: its weights, whom it exchanges with, and how the executor runs it.
+"""One rank's part of a program: its weights, and how the executor runs it.
 
-What surrounds the program (embedding, cache, batches, output head) is not in it: this package's engine has its own,
-and so has vLLM (vllm_plugin).
+Embedding, cache, batches and output head are not in it: this package's engine has its own, and so has vLLM
+(vllm_plugin).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, reduce
 from itertools import zip_longest
@@ -20,7 +19,7 @@ from surgeon.language.program import Fork, Node, Program, Step
 from surgeon.language.sublayer import ATTENTION, WRITING, Sublayer
 from surgeon.models.families import Projection
 from surgeon.models.weights import ModelWeights, Tensors
-from surgeon.runtime.comm.collectives import Collectives, Counts
+from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.kernels.functions import kernels_for
 from surgeon.runtime.kernels.recording import Arena, CudaRecorder, GraphRecorder, Recording
 from surgeon.runtime.model import low_rank
@@ -31,7 +30,7 @@ from surgeon.runtime.model.linear import Linear, LinearMap, count_outputs, is_fa
 from surgeon.runtime.model.low_rank import Maps, Sharing
 from surgeon.runtime.model.mixture import MixtureOfExperts
 from surgeon.runtime.model.outputs import StepOutputs, summed_in_rank_space
-from surgeon.runtime.model.phase import Phase
+from surgeon.runtime.model.peers import Peers, Phase
 from surgeon.runtime.model.rotary import centred, in_halves
 from surgeon.runtime.plan.mixtures import WholeExperts
 from surgeon.runtime.plan.placement import (
@@ -52,53 +51,42 @@ PartKey = tuple[Sublayer, Group, range | None]
 
 
 class RankProgram:
-    """What one rank computes of the plan's program.
-
-    Every rank builds one from the same plan, and all of them then call the same methods in the same order.
+    """One rank's part of the plan's program; every rank makes one, and all call the same methods in the same order.
 
     Attributes:
-        counts: where collectives are counted now; may be replaced.
         graphs: records passes that are captured; None where they are not.
-        passes: how many there have been; of the one being computed, the share of its steps that is done.
-        slots: the attentions among the parts of its work, by their slots of the cache.
+        passes: computed so far; of the current one, the share of its steps that is done.
+        slots: the attentions of its work, by their slots of the cache.
         travelling: nodes whose sums are on their way while something else is computed.
         attended: after how many nodes, and how much of its work, no attention looks at tokens any more.
         machine: makes what runs steps on a group of ranks; may be replaced.
     """
 
-    def __init__(self, plan: Plan, collectives: Collectives, device: torch.device) -> None:
+    def __init__(self, plan: Plan, peers: Peers, device: torch.device) -> None:
         self.plan = plan
-        self.collectives = collectives
+        self.peers = peers
         self.device = device
-        self.counts = Phase()
         self.passes = 0.0
-        captured = device.type == "cuda" and plan.is_static("cuda") and plan.decoding != "static"
-        self.graphs: GraphRecorder | None = CudaRecorder(device) if captured and collectives.capturable else None
-        self.program = Program.parse(plan.program)
-        self.rank = collectives.rank
-        self.groups: dict[Group, Collectives] = {collectives.group: collectives}
-        for group in groups_within(self.program, plan.ranks, plan.exchanges, plan.sliced):
-            self.groups[group] = collectives.subgroup(group)
-        self.work = work_of(plan, self.rank)
+        captured = device.type == "cuda" and plan.is_static("cuda") and plan.decoding == "auto"
+        self.graphs: GraphRecorder | None = CudaRecorder(device) if captured and peers.collectives.capturable else None
+        program = Program.parse(plan.program)
+        self.nodes = program.nodes
+        peers.connect(groups_within(program, plan.ranks, plan.exchanges, plan.sliced))
+        self.work = work_of(plan, peers.rank)
         parts = (part for work in self.work for part in work.parts if part.slot is not None)
         self.slots = sorted(parts, key=lambda part: part.slot or 0)
-        self.travelling = frozenset(travelling(self.program.nodes))
+        self.travelling = frozenset(travelling(self.nodes))
         self.sublayers: dict[PartKey, Made] = {}
         self.norms: dict[Sublayer, Norm] = {}
         self.outputs: dict[Step, StepOutputs] = {}  # of steps that this rank has slices of
         self._ways: dict[tuple[object, ...], bool] = {}  # whether first factors of one shape are shared out
-        attended = self.program.attended
-        before = Program(self.program.nodes[:attended])
-        self.attended = attended, len(rank_work(before, self.rank, plan.ranks, plan.sliced))
+        attended = program.attended
+        before = Program(self.nodes[:attended])
+        self.attended = attended, len(rank_work(before, peers.rank, plan.ranks, plan.sliced))
         self.machine: Callable[[RankProgram, Pass, Group, WorkAhead], RankMachine] = RankMachine
 
     def load(self, source: ModelWeights, beside: Iterable[RankProgram] = ()) -> None:
-        """The slices of this rank's work, and what stands behind the sums of every step it has a share in.
-
-        Args:
-            beside: what this rank has loaded already; a slice of the same weights is taken from there.
-        """
-        beside = [other for other in beside if self.has_weights_of(other)]
+        """Load the slices of this rank's work, and what stands behind the sums of its steps."""
         alike = (other.sublayers.items() for other in beside)
         there = {key: made for sublayers in alike for key, made in sublayers if not self.plan.exchanges(key[0])}
         for work in self.work:
@@ -114,7 +102,7 @@ class RankProgram:
                     self.sublayers[key] = there.get(key) or self._part(work, part, source)
 
     def has_weights_of(self, other: RankProgram) -> bool:
-        """Whether another one on this rank reads the same tensors, in the same dtype."""
+        """Tell whether another one on this rank reads the same tensors, in the same dtype."""
         own = self.plan
         others = other.plan
         return (own.folder, own.dtype, self.device) == (others.folder, others.dtype, other.device)
@@ -123,7 +111,7 @@ class RankProgram:
         return {name: tensor.to(self.device) for name, tensor in tensors.items()}
 
     def _step_outputs(self, step: Step, source: ModelWeights) -> StepOutputs:
-        """What stands behind the sums of a step, with the second factors that sums in rank space go through."""
+        """The segments of a step, with the second factors that sums in rank space go through."""
         norms = {index: self.norms[one] for index, one in enumerate(step.sublayers) if one in self.norms}
         seconds: dict[int, LinearMap] = {}
         for index in self._in_rank_space(step):
@@ -132,7 +120,7 @@ class RankProgram:
             tensors = self._here(source.written(sublayer, torch_dtype(self.plan)))
             weight = tensors[f"{role}.second.weight"]
             bias = tensors.get(f"{role}.bias")
-            seconds[index] = Linear([weight], [bias], self.plan.output_scale)
+            seconds[index] = Linear([weight], [bias], self.plan.arithmetic.output_scale)
         return StepOutputs(step, self.plan.hidden, seconds, norms)
 
     def _in_rank_space(self, step: Step) -> frozenset[int]:
@@ -145,7 +133,7 @@ class RankProgram:
         return self.plan.family.spec(sublayer.kind, sublayer.layers[0]).projections
 
     def key(self, part: Part) -> PartKey:
-        """The same for parts that have the same weights and exchange the same, which depends on who shares them."""
+        """A key that is the same for parts with the same weights and exchanges."""
         whole = whole_experts(self.plan, part)
         exchanges = self.plan.exchanges(part.sublayer)
         return part.sublayer, part.sharers if exchanges else (), None if whole is None else whole.own
@@ -157,10 +145,11 @@ class RankProgram:
             return self._mixture(part, source, whole_experts(plan, part))
         spec = source.spec(sublayer)
         tensors = self._turning(sublayer, self._here(source.sublayer(sublayer, torch_dtype(plan))))
+        rotary = plan.arithmetic.rotary_of(sublayer)
         if sublayer.kind == ATTENTION and plan.latent is not None:
             inside = {path.removeprefix(f"{spec.module}."): tensor for path, tensor in tensors.items()}
             latent = LatentMaps(inside, plan.latent, plan, sublayer.piece)
-            return Attention(latent.tensors, latent, spec, plan, plan.window(sublayer), plan.rotary_of(sublayer))
+            return Attention(latent.tensors, latent, spec, plan, plan.window(sublayer), rotary)
         later: frozenset[str] = frozenset()  # roles whose second factors are no business of this part
         if sublayer.kind == ATTENTION:
             kv_heads = count_outputs(tensors, "k") // plan.head_dim
@@ -169,20 +158,19 @@ class RankProgram:
         based = sublayer != part.sublayer
         maps = self._maps(work, part, tensors, later, based)
         if sublayer.kind == ATTENTION:
-            sharing = None if len(part.sharers) == 1 or based else self._sharing(part)
-            return Attention(tensors, maps, spec, plan, plan.window(sublayer), plan.rotary_of(sublayer), sharing)
+            sharing = None
+            if not (len(part.sharers) == 1 or based):
+                sharing = Sharing(self.peers, part.sharers)
+            return Attention(tensors, maps, spec, plan, plan.window(sublayer), rotary, sharing)
         return FeedForward(tensors, maps, plan, norm_before(tensors, spec, plan))
 
     def _turning(self, sublayer: Sublayer, tensors: Tensors) -> Tensors:
-        """A sublayer's tensors as ranks compute with them: features of heads in the order in which they turn.
-
-        Heads that go through layer norms are centred by their matrices.
-        """
+        """Order features of heads as they turn, and centre heads behind layer norms by their matrices."""
         family = self.plan.family
         if sublayer.kind == ATTENTION and family.attention.head_norm.gains == "each" and family.norms.kind != "rms":
             tensors = centred(tensors, self.plan.head_dim)
-        if sublayer.kind == ATTENTION and family.positions.neighbours and self.plan.rotaries:
-            return in_halves(tensors, self.plan.rotaries[0].width, self.plan.head_dim)
+        if sublayer.kind == ATTENTION and family.positions.neighbours and self.plan.arithmetic.rotaries:
+            return in_halves(tensors, self.plan.arithmetic.rotaries[0].width, self.plan.head_dim)
         return tensors
 
     def _mixture(self, part: Part, source: ModelWeights, whole: WholeExperts | None) -> MixtureOfExperts:
@@ -195,16 +183,12 @@ class RankProgram:
         tensors = self._here(source.by_role(part.sublayer, dtype, own))
         return MixtureOfExperts(tensors, spec, self.plan, whole.own.start)
 
-    def _sharing(self, part: Part) -> Sharing:
-        """The ranks that compute slices of a part's sublayer, which are others while passes are recorded."""
-        return Sharing(lambda: self.groups[part.sharers], lambda: self.counts.layers)
-
     def _maps(self, work: Work, part: Part, tensors: Tensors, later: frozenset[str], based: bool) -> Maps:
         """The linear maps of a part: by itself, or together with the ranks that share its sublayer."""
-        scale = self.plan.output_scale
+        scale = self.plan.arithmetic.output_scale
         if len(part.sharers) == 1 or not part.sublayer.ranks:
             return Maps(tensors, scale, later)
-        sharing = self._sharing(part)
+        sharing = Sharing(self.peers, part.sharers)
         if based:
             return Maps(tensors, scale, later, base=sharing)
         if part.index in self._in_rank_space(work.step):
@@ -216,7 +200,7 @@ class RankProgram:
         return alone
 
     def _shares_out(self, part: Part, alone: Maps, shared: Maps) -> bool:
-        """Whether first factors are shared out: as the plan says, or as measured once for each shape."""
+        """Tell whether first factors are shared out: as the plan says, or as measured once for each shape."""
         if self.plan.low_rank != "auto":
             return self.plan.low_rank == "gather"
         roles = [one.role for one in self._projections(part.sublayer) if one.reads_stream]
@@ -226,30 +210,29 @@ class RankProgram:
         if key not in self._ways:
             like = next(iter(alone.tensors.values()))
             x = torch.zeros(1, self.plan.hidden, dtype=like.dtype, device=like.device)
-            before = self.counts
-            self.counts = Phase()  # what measuring sends is no pass's
+            before = self.peers.counts
+            self.peers.counts = Phase()  # what measuring sends is no pass's
             with torch.inference_mode():
                 ways = alone.reading(roles), shared.reading(roles)
                 by_itself, together = (self._repeatable(one, x, one.by_kernels) for one in ways)
                 times = [low_rank.time_of(one, self.device) for one in (by_itself, together)]
                 # Those of all ranks that share the sublayer, so that they choose alike.
                 own = torch.tensor(times, dtype=torch.float64, device=self.device)
-                total = self.groups[part.sharers].exact.all_reduce(own, Counts())()
+                total = self.peers.groups[part.sharers].exact.all_reduce(own, Counts())()
                 self._ways[key] = bool(total[1] < total[0])
-            self.counts = before
+            self.peers.counts = before
         return self._ways[key]
 
     def _repeatable(self, compute: Callable[[Tensor], object], x: Tensor, by_kernels: bool) -> Callable[[], object]:
-        """Computes once, and gives what does so again as passes will: without Python where they are recorded."""
+        """Compute once, and give what does so again as passes will: without Python where they are recorded."""
         if self.graphs is not None:
             return self.graphs(partial(compute, x))
         kernels = kernels_for(x)
-        recordable = all(one.recordable for one in self.groups.values())
-        if kernels is None or not recordable or self.plan.decoding != "auto" or not by_kernels:
+        if kernels is None or not self.peers.are_recordable or self.plan.decoding != "auto" or not by_kernels:
             compute(x)
             return partial(compute, x)
         recording = Recording(kernels, Arena())
-        with self.groups_recorded(recording), recording.during():
+        with self.peers.recorded(recording), recording.during():
             compute(x)
         replay = recording.finished()
         if replay is None:
@@ -262,30 +245,20 @@ class RankProgram:
 
         return again
 
-    @contextmanager
-    def groups_recorded(self, recording: Recording) -> Iterator[None]:
-        """Have what is sent between ranks noted in a recording."""
-        groups = self.groups
-        self.groups = {group: one.recorded(recording) for group, one in groups.items()}
-        try:
-            yield
-        finally:
-            self.groups = groups
-
     def attentions(self) -> list[Sublayer]:
         """The attentions of this rank's work, by cache slot."""
         return [part.sublayer for part in self.slots]
 
     def kv_heads(self) -> list[int]:
-        """How many KV heads this rank has of each, once they are loaded."""
+        """The KV heads that this rank has of each, once they are loaded."""
         return [made.kv_heads for made in self._attentions()]
 
     def sinks(self) -> list[Tensor]:
-        """Those of each attention's heads, once they are loaded; none where they have no such."""
+        """The sinks of each attention's heads, once they are loaded."""
         return [made.weighting.sinks for made in self._attentions() if made.weighting.sinks is not None]
 
     def rebuilds(self) -> dict[int, Rebuild]:
-        """What makes keys and values of what is cached, by slot, where that is in rank space."""
+        """Makers of keys and values by slot, where the cache is in rank space."""
         return {slot: made.rebuild for slot, made in enumerate(self._attentions()) if made.rebuild is not None}
 
     def _attentions(self) -> list[Attention]:
@@ -293,31 +266,30 @@ class RankProgram:
         return [made for made in found if isinstance(made, Attention)]
 
     def run(self, state: State, shared: Pass) -> State:
-        """The state after the program; what its last node left pending may be on its way still."""
-        return self._run(self.program.nodes, self.work, [state], [shared])[0]
+        """Run the program; what its last node left pending may be on its way still."""
+        return self._run(self.nodes, self.work, [state], [shared])[0]
 
     def _run(
         self, nodes: Sequence[Node], work: Sequence[Work], states: Sequence[State], passes: Sequence[Pass]
     ) -> Sequence[State]:
-        """Some nodes, of which the work begins with this; of parts of a batch that take turns."""
-        group = self.collectives.group
-        machines = [self.machine(self, shared, group, WorkAhead(work)) for shared in passes]
+        """Run nodes whose work begins with this, for parts of a batch that take turns."""
+        machines = [self.machine(self, shared, self.peers.everybody, WorkAhead(work)) for shared in passes]
         return in_turn(nodes, states, machines)
 
     def stream_after(self, stream: Tensor, shared: Pass, places: list[int] | None = None) -> Tensor:
         """The stream after the program, (tokens, hidden).
 
         Args:
-            places: of the tokens whose stream is wanted, all by default; of others, nothing is computed behind the last
-                attention, where nobody looks at them any more.
+            places: of the tokens whose stream is wanted, all by default; for others, nothing is computed behind the
+                last attention.
         """
         return self.streams_after([stream], [shared], None if places is None else [places])[0]
 
     def streams_after(
         self, streams: Sequence[Tensor], passes: Sequence[Pass], places: Sequence[list[int]] | None = None
     ) -> list[Tensor]:
-        """The same of parts of a batch that take turns."""
-        nodes = self.program.nodes
+        """Run parts of a batch that take turns; the stream after the program of each."""
+        nodes = self.nodes
         states: Sequence[State] = [State(stream) for stream in streams]
         if places is None or all(few == list(range(len(one))) for few, one in zip(places, streams, strict=True)):
             return [land(state).stream for state in self._run(nodes, self.work, states, passes)]
@@ -336,7 +308,7 @@ def _of_places(state: State, places: list[int]) -> State:
 
 
 def travelling(nodes: Branch) -> Iterator[Node]:
-    """Late steps, and what comes before one: their sums are under way when something else is computed or sent."""
+    """Late steps and the nodes before them: their sums are under way when something else is computed or sent."""
     for node, following in zip_longest(nodes, nodes[1:]):
         if any(isinstance(one, Step) and one.late for one in (node, following)):
             yield node
@@ -346,10 +318,10 @@ def travelling(nodes: Branch) -> Iterator[Node]:
 
 
 class WorkAhead(Iterator[Work]):
-    """A rank's work in the order in which the executor comes to it.
+    """A rank's work in the order of the executor.
 
     Attributes:
-        next: what will come, if anything.
+        next: coming, if any.
     """
 
     def __init__(self, work: Sequence[Work]) -> None:
@@ -367,8 +339,8 @@ class WorkAhead(Iterator[Work]):
 class RankMachine(Machine):
     """One forward pass on one rank, seen from a group of ranks it belongs to.
 
-    Where the rank computes whole sublayers, a norm behind one (Gemma2) is applied here, and the step is reduced like
-    any other. Where it computes slices, `StepOutputs` says what is reduced.
+    A norm behind a whole sublayer (Gemma2) is applied here, and the step is reduced like any other; of slices,
+    `StepOutputs` says what is reduced.
     """
 
     def __init__(self, rank_program: RankProgram, shared: Pass, group: Group, work: WorkAhead) -> None:
@@ -399,8 +371,11 @@ class RankMachine(Machine):
         return part, made(stream, self.shared.waits) if isinstance(made, MixtureOfExperts) else made(stream)
 
     def add(self, stream: Tensor, output: Tensor) -> Tensor:
-        """The sum, normed in the same launch for the part that comes next, if kernels can."""
-        parts = self.work.next.parts if self.work.next is not None else ()
+        """Add, and norm in the same launch for the part that comes next, if kernels can."""
+        if self.work.next is not None:
+            parts = self.work.next.parts
+        else:
+            parts = ()
         program = self.rank_program
         if parts:
             return program.sublayers[program.key(parts[0])].norm.added(stream, output)
@@ -412,7 +387,7 @@ class RankMachine(Machine):
             return lambda: part if finish is None else finish(part)
         program = self.rank_program
         at_once = self.shared.parts == 1 and self._node not in program.travelling
-        wait = program.groups[self.group].all_reduce(part, program.counts.layers, at_once)
+        wait = program.peers.groups[self.group].all_reduce(part, program.peers.counts.layers, at_once)
         if finish is None:
             return wait
         return lambda: finish(wait())
@@ -426,7 +401,7 @@ class RankMachine(Machine):
         self._node = fork
         # A group of several ranks has its branch's output on each of them; only the first adds it to the fork's sum.
         _, group = self._assigned(fork)
-        return Partial(added if group[0] == self.rank_program.rank else torch.zeros_like(added))
+        return Partial(added if group[0] == self.rank_program.peers.rank else torch.zeros_like(added))
 
     def _assigned(self, fork: Fork) -> tuple[tuple[Branch, ...], Group]:
-        return assigned_branches(fork, self.rank_program.rank, self.group)
+        return assigned_branches(fork, self.rank_program.peers.rank, self.group)

@@ -1,15 +1,13 @@
-"""A whole model on one rank, from tokens to logits: the program, and what lies before and behind it.
+"""A whole model on one rank, from tokens to logits.
 
 `RankModel` knows nothing of passes. Each way of computing one (`Way`) has a file of its own: dynamic.py for whatever
-rows there are, recorded.py and static_decode.py for those that add one token to each text. The engine (engine.py) has
-a model, and chooses among them.
+rows there are, recorded.py and static_decode.py for those that add one token to each text; engine.py chooses.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -22,24 +20,24 @@ from surgeon.runtime.batching.request import TokenLogprob
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.comm.collectives import Collectives
 from surgeon.runtime.kernels.functions import Weighting
-from surgeon.runtime.kernels.recording import Recording
 from surgeon.runtime.model.attending import Attend, AttendRaw, Pass
 from surgeon.runtime.model.ends import Ends, Index, Vocabulary, final_norm
 from surgeon.runtime.model.layers import Rebuild
 from surgeon.runtime.model.paged_cache import PagedCache, angles_at
+from surgeon.runtime.model.peers import Peers
 from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.model.rotary import AllAngles, rotation, turned
 from surgeon.runtime.plan.specification import CodaPlan, Plan
 
 
 class Results(NamedTuple):
-    """What a pass brings; the same on every rank.
+    """Results of a pass; the same on every rank.
 
     Attributes:
         best: the most likely next token of every row that wants it, or, of drafted rows, the one behind each of their
             tokens; UNDEFINED where the logits are not finite.
         logits: (rows, vocabulary), of those that want logits, as above; None if none does.
-        scores: of every row with targets, how likely each of them is; NaN where the logits are not finite.
+        scores: of the targets of every row with some; NaN where the logits are not finite.
     """
 
     best: list[int]
@@ -51,8 +49,8 @@ class Way(ABC):
     """A way of computing a pass: every rank takes the same one for the same rows.
 
     Attributes:
-        spare_blocks: that a cache has beyond those of texts.
-        holds_caches: whether it goes on having the addresses of the caches that passes were computed with.
+        spare_blocks: of a cache, beyond those of texts.
+        holds_caches: whether it keeps the addresses of the caches that passes were computed with.
     """
 
     spare_blocks = 0
@@ -68,50 +66,46 @@ class Way(ABC):
 
     @abstractmethod
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
-        """One pass, which extends the cache."""
+        """Compute one pass, which extends the cache."""
 
     @abstractmethod
     def logits(self, rows: Sequence[Row], cache: PagedCache) -> Tensor:
-        """The same, but this rank's logits of all tokens, (tokens, its rows); the next pass may overwrite them."""
+        """Compute one pass; this rank's logits of all tokens, (tokens, its rows), which the next one may overwrite."""
 
 
-class RankModel(RankProgram):
-    """What one rank has of a model.
+class RankModel:
+    """One rank's part of a model.
 
     Attributes:
+        peers: the ranks that it exchanges with.
+        program: its part of the program.
         vocabulary: its rows of the embedding and of the output head.
-        ends: what becomes of embedded tokens, and the final norm.
         coda: behind the program, if any; the model predicts by it, but where ranks have stretches of the program.
         arriving: of a stretch that embeds no tokens, the stream before it.
-        watcher: takes note of when a recorded pass has computed what spans of it were noted for (`recording.spanned`).
+        watcher: told when a recorded pass has computed its spans (`recording.spanned`).
     """
 
     def __init__(
         self, plan: Plan, collectives: Collectives, device: torch.device, beside: Iterable[RankModel] = ()
     ) -> None:
-        """Load it.
-
-        Args:
-            beside: what this rank has loaded already; weights that are the same are there once.
-        """
-        super().__init__(plan, collectives, device)
-        self.coda: RankCoda | None = None
+        """Load it; weights of models in `beside`, which this rank has already, are there once."""
+        self.plan = plan
+        self.device = device
+        self.peers = Peers(collectives)
+        self.program = RankProgram(plan, self.peers, device)
         source = open_weights(plan.folder, plan.family, plan.head_dim, device)
-        alike = [other for other in beside if self.has_weights_of(other)]
-        self.load(source, alike)
-
-        def everybody() -> Collectives:
-            return self.groups[collectives.group]
-
+        alike = [other for other in beside if self.program.has_weights_of(other.program)]
+        self.program.load(source, [other.program for other in alike])
         self.vocabulary: Vocabulary
         self.ends: Ends
         if alike:
-            self.vocabulary = alike[0].vocabulary.shared_with(plan, everybody)
+            self.vocabulary = alike[0].vocabulary.shared_with(plan, self.peers)
             self.ends = alike[0].ends
         else:
-            self.vocabulary = Vocabulary(source, plan, self.rank, device, everybody)
+            self.vocabulary = Vocabulary(source, plan, device, self.peers)
             self.ends = Ends(source, plan, device)
         self._angles = self._angles_of(0)
+        self.coda = None
         if plan.coda is not None:
             self.coda = RankCoda(plan.coda, self)
         self.arriving: Tensor | None = None
@@ -120,32 +114,23 @@ class RankModel(RankProgram):
     @property
     def by_kernels(self) -> bool:
         """Whether kernels compute all that takes long."""
-        computed = [*self.sublayers.values()]
-        if self.coda is not None:
-            computed += self.coda.sublayers.values()
-        return all(made.by_kernels for made in computed)
+        return all(made.by_kernels for program in self._programs() for made in program.sublayers.values())
 
-    @contextmanager
-    def groups_recorded(self, recording: Recording) -> Iterator[None]:
-        with super().groups_recorded(recording):
-            if self.coda is None:
-                yield
-                return
-            with self.coda.groups_recorded(recording):
-                yield
+    def _programs(self) -> list[RankProgram]:
+        if self.coda is None:
+            return [self.program]
+        return [self.program, self.coda.program]
 
     def kv_heads(self) -> list[int]:
-        """How many KV heads this rank has of each attention, the coda's among them."""
-        heads = super().kv_heads()
-        if self.coda is not None:
-            heads += self.coda.kv_heads()
-        return heads
+        """KV heads that this rank has of each attention, the coda's among them."""
+        return [heads for program in self._programs() for heads in program.kv_heads()]
 
     def rebuilds(self) -> dict[int, Rebuild]:
-        """What makes keys and values of what is cached in rank space, by slot, the coda's among them."""
-        rebuilds = super().rebuilds()
+        """Makers of keys and values of what is cached in rank space, by slot, the coda's among them."""
+        rebuilds = self.program.rebuilds()
         if self.coda is not None:
-            rebuilds |= self.coda.rebuilds()
+            first = self.coda.first_slot
+            rebuilds |= {first + slot: rebuild for slot, rebuild in self.coda.program.rebuilds().items()}
         return rebuilds
 
     def angles_up_to(self, tokens: int) -> AllAngles:
@@ -156,36 +141,35 @@ class RankModel(RankProgram):
         return self._angles
 
     def _angles_of(self, tokens: int) -> AllAngles:
-        return tuple(rotation(rotary, tokens, self.vocabulary.like) for rotary in self.plan.rotaries)
+        return tuple(rotation(rotary, tokens, self.vocabulary.like) for rotary in self.plan.arithmetic.rotaries)
 
     def turns_by_position(self, row: Row) -> bool:
-        """Whether a row's tokens turn as in texts that end with them: by no more than their positions."""
+        """Tell whether a row's tokens turn by no more than their positions, as in texts that end with them."""
         long_texts = self.plan.long_texts
         return long_texts is None or row.prompt <= long_texts.beyond or row.start + 1 >= row.prompt
 
     def angles_of(self, rows: Sequence[Row], positions: Index) -> AllAngles:
-        """Rotary angles of the rows' tokens, which have these positions, in the texts that the rows are of."""
+        """Rotary angles of the rows' tokens at these positions, by the lengths of their texts."""
         if all(map(self.turns_by_position, rows)):
             return angles_at(self.angles_up_to(max(row.start + len(row.tokens) for row in rows)), positions)
         spans = [range(row.start, row.start + len(row.tokens)) for row in rows]
         lengths = [max(row.prompt, place + 1) for row, span in zip(rows, spans, strict=True) for place in span]
         places = [place for span in spans for place in span]
         both = torch.tensor([places, lengths], device=self.device)
-        return tuple(turned(rotary, both[0], both[1], self.vocabulary.like) for rotary in self.plan.rotaries)
+        return tuple(turned(rotary, both[0], both[1], self.vocabulary.like) for rotary in self.plan.arithmetic.rotaries)
 
     def embedded(self, tokens: Tensor, positions: Index) -> Tensor:
         """The stream before the program, (tokens, hidden), of tokens (tokens,)."""
         if self.arriving is not None:
             return self.arriving[: len(tokens)]
-        embedded = self.ends.scaled(self.vocabulary.embed(tokens, self.counts.vocabulary))
+        embedded = self.ends.scaled(self.vocabulary.embed(tokens))
         return self.ends.placed(embedded, positions)
 
     def stream_after(self, stream: Tensor, shared: Pass, places: list[int] | None = None) -> Tensor:
         """The stream after the program and its coda, (tokens, hidden); of a stretch both, side by side."""
         if self.coda is None:
-            return super().stream_after(stream, shared, places)
-        stream = super().stream_after(stream, shared)
-        self.coda.counts = self.counts
+            return self.program.stream_after(stream, shared, places)
+        stream = self.program.stream_after(stream, shared)
         behind = self.coda.behind(stream, shared, places)
         if self.plan.stretch is None:
             return behind
@@ -199,12 +183,7 @@ class RankModel(RankProgram):
         attend: Attend,
         attend_raw: AttendRaw | None = None,
     ) -> Tensor:
-        """What a pass gives (`ended`) of one token (texts,) of each of some texts; nothing waits for a GPU.
-
-        Args:
-            angles: of all positions up to the last one.
-            attend, attend_raw: as of a `Pass`.
-        """
+        """Compute one token (texts,) of each of some texts, to `ended`; nothing waits for a GPU."""
         shared = Pass(attend, angles_at(angles, positions), attend_raw, waits=False)
         return self.ended(self.stream_after(self.embedded(tokens, positions), shared))
 
@@ -220,52 +199,34 @@ class RankModel(RankProgram):
             return self.coda.logits(stream)
         return self.vocabulary.logits(self.ends.final_norm(stream))
 
-    def whole_logits(self, own: Tensor) -> Tensor:
-        """Logits of the whole vocabulary, (tokens, vocabulary), from each rank's own."""
-        return self.vocabulary.gather(own, self.counts.vocabulary)
-
-    def best_tokens(self, own: Tensor) -> Tensor:
-        """The most likely token of each text, (texts,), from each rank's own logits, (texts, rows)."""
-        return self.vocabulary.best(own, self.counts.vocabulary)
-
     def chosen(self, own: Tensor, wanted: Sequence[Wanted]) -> tuple[list[int], Tensor | None]:
-        """The `best` and the `logits` of results, of what is wanted of tokens with these logits, (tokens, rows)."""
+        """Choose the `best` and the `logits` of results, by these logits, (tokens, rows)."""
         best, full = ([at for at, want in enumerate(wanted) if want == kind] for kind in (Wanted.BEST, Wanted.LOGITS))
         if best:
-            likeliest = self.best_tokens(own if len(best) == len(wanted) else own[best]).tolist()
+            likeliest = self.vocabulary.best(own if len(best) == len(wanted) else own[best]).tolist()
         else:
             likeliest = []
-        return likeliest, self.whole_logits(own if len(full) == len(wanted) else own[full]) if full else None
+        return likeliest, self.vocabulary.gather(own if len(full) == len(wanted) else own[full]) if full else None
 
 
-class RankCoda(RankProgram):
-    """The coda's program; its attentions have the slots of the cache behind those of the rack.
-
-    Args:
-        rack: on the same rank.
-
-    Attributes:
-        vocabulary: with the coda's head.
-    """
+class RankCoda:
+    """The coda on one rank; its attentions have the slots of the cache from `first_slot` on, behind the rack's."""
 
     def __init__(self, plan: CodaPlan, rack: RankModel) -> None:
-        super().__init__(plan.plan, rack.collectives, rack.device)
-        source = ModelWeights(TensorFiles(plan.file), self.plan.family, self.plan.head_dim)
-        self.load(source)
-        self.vocabulary = rack.vocabulary.with_head(source, self.plan, self.device)
-        self._first_slot = len(rack.slots)
-        self._norm = final_norm(source, self.plan, self.device)
-
-    def rebuilds(self) -> dict[int, Rebuild]:
-        return {self._first_slot + slot: rebuild for slot, rebuild in super().rebuilds().items()}
+        self.program = RankProgram(plan.plan, rack.peers, rack.device)
+        source = ModelWeights(TensorFiles(plan.file), plan.plan.family, plan.plan.head_dim)
+        self.program.load(source)
+        self.vocabulary = rack.vocabulary.with_head(source, plan.plan, rack.device)
+        self.first_slot = len(rack.program.slots)
+        self._norm = final_norm(source, plan.plan, rack.device)
 
     def behind(self, stream: Tensor, shared: Pass, places: list[int] | None = None) -> Tensor:
-        """The stream behind the coda's layers, (tokens, hidden), given that behind the rack, as `stream_after`."""
+        """Run the coda's layers on the stream behind the rack, (tokens, hidden), as `stream_after`."""
 
         def attend(slot: int, queries: Tensor, kept: Tensor, weighting: Weighting) -> Tensor:
-            return shared.attend(self._first_slot + slot, queries, kept, weighting)
+            return shared.attend(self.first_slot + slot, queries, kept, weighting)
 
-        return self.stream_after(stream, Pass(attend, shared.angles, waits=shared.waits), places)
+        return self.program.stream_after(stream, Pass(attend, shared.angles, waits=shared.waits), places)
 
     def logits(self, stream: Tensor) -> Tensor:
         """This rank's logits, (tokens, its rows of the vocabulary), of the stream behind the coda's layers."""

@@ -1,9 +1,8 @@
 """Passes that add one token to each text, recorded once for each number of texts and then done again by one call.
 
-Such a pass is a few hundred small calls of the kernels, and between them Python takes about as long as some of them
-take themselves. All that changes from one pass over as many texts to the next is where these are: their newest tokens,
-positions and places in the cache, which lie in few fixed tensors. The first pass of a size is recorded while it is
-computed (kernels/recording.py); for the others those tensors are written anew. What comes out is the same to the bit.
+Such a pass is a few hundred small calls of the kernels, and between them Python takes about as long as some of them.
+Only the texts' newest tokens, positions and places in the cache change, and they lie in few fixed tensors. The first
+pass of a size is recorded while it is computed (kernels/recording.py). Results are the same to the bit.
 
 Shapes: B texts.
 """
@@ -22,24 +21,27 @@ from surgeon.runtime.batching.windows import power_of_two
 from surgeon.runtime.kernels.functions import Kernels, Runs, Weighting, Window
 from surgeon.runtime.kernels.recording import Arena, Recording, Replay, Span
 from surgeon.runtime.model.paged_cache import PagedCache, runs_of, stretches
-from surgeon.runtime.model.phase import Sent
+from surgeon.runtime.model.peers import Sent
 from surgeon.runtime.model.rank_model import RankModel, Results, Way
 from surgeon.runtime.model.rotary import AllAngles
 
 Reading = tuple[int, Window | None]  # a group of the cache, and a window
 NOWHERE = -1  # a place of keys and values that are not kept
 FIRST_ANGLES = 4096  # positions whose angles are computed at once: all passes are recorded anew when there are more
-TOKEN, POSITION, PLACE = 0, 1, 2  # rows of the inputs; places in the cache's groups take as many as there are groups,
-# and those in borrowed slots (`PagedCache.borrowed`) all further ones
+# Rows of the inputs; places in the cache's groups take as many as there are groups, and those in borrowed slots
+# (`PagedCache.borrowed`) all further ones.
+TOKEN = 0
+POSITION = 1
+PLACE = 2
 
 
 class PassInputs:
-    """All that changes between passes over as many texts, where recordings read it.
+    """The changing inputs of passes over as many texts, where recordings read them.
 
     Attributes:
         numbers: (2 + twice the groups of the cache, B).
         angles: of all positions.
-        reads: what attentions of a group with a window read.
+        reads: of attentions of a group with a window.
     """
 
     def __init__(self, rows: Sequence[Row], angles: AllAngles) -> None:
@@ -48,7 +50,7 @@ class PassInputs:
         self.reads: dict[Reading, Runs] = {}
 
     def load(self, rows: Sequence[Row], angles: AllAngles) -> bool:
-        """Write what the next pass is to read; False if another recording is needed for it."""
+        """Write the inputs of the next pass; False if another recording is needed for it."""
         if angles is not self.angles:
             return False
         for key, read in self.reads.items():
@@ -61,7 +63,7 @@ class PassInputs:
         return True
 
     def read(self, rows: Sequence[Row], key: Reading) -> Runs:
-        """What such attentions read; there is room for some more runs than now."""
+        """Runs that such attentions read, with room for some more than now."""
         if key not in self.reads:
             runs, ends = runs_of(rows, *key)
             room = torch.zeros(2 * power_of_two(len(runs)), 2, dtype=torch.int64)
@@ -84,14 +86,12 @@ def _numbers(rows: Sequence[Row]) -> list[list[int]]:
 
 
 class RecordedPass(NamedTuple):
-    """A pass over so many texts.
+    """A recorded pass over so many texts.
 
     Attributes:
-        inputs: that it reads.
-        replay: computes it.
         logits: this rank's of each text, (B, rows of the vocabulary).
         sent: by a replay, which does not count it.
-        spans: calls in it that somebody wants to know the time of.
+        spans: calls whose time somebody wants to know.
     """
 
     inputs: PassInputs
@@ -102,10 +102,10 @@ class RecordedPass(NamedTuple):
 
 
 class RecordedDecode(Way):
-    """Computes passes that add one token to each text, where kernels compute all that takes long.
+    """Recorded passes, where kernels compute all that takes long.
 
     Attributes:
-        problems: why passes over so many texts are not recorded, where that was tried in vain.
+        problems: by number of texts, why such passes could not be recorded.
     """
 
     holds_caches = True
@@ -120,26 +120,25 @@ class RecordedDecode(Way):
         model.angles_up_to(min(model.plan.max_tokens, FIRST_ANGLES))
 
     def fits(self, rows: Sequence[Row]) -> bool:
-        """Whether a pass of these rows can be recorded: each adds one token to a text, and none is scored."""
+        """Tell whether a pass of these rows can be recorded: each adds one token to a text, and none is scored."""
         if len(rows) in self.problems or not all(map(self._model.turns_by_position, rows)):
             return False
         return all(len(row.tokens) == 1 and row.targets is None for row in rows)
 
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
-        """One pass, which extends the cache."""
         return Results(*self._model.chosen(self.logits(rows, cache), [row.wanted for row in rows]), [])
 
     def logits(self, rows: Sequence[Row], cache: PagedCache) -> Tensor:
-        """The same, but this rank's logits of each row, (B, rows of the vocabulary)."""
+        """Compute one pass; this rank's logits of each row, (B, rows of the vocabulary)."""
         model = self._model
-        phase = self._model.counts
+        phase = model.peers.counts
         passes = self._passes.setdefault(cache, {})
         angles = model.angles_up_to(1 + max(row.start for row in rows))
         known = passes.get(len(rows))
         if known is None or not known.inputs.load(rows, angles):
             return self._recorded(rows, cache, PassInputs(rows, angles), passes)
         times = known.replay(bool(known.spans))
-        for collectives in model.groups.values():
+        for collectives in model.peers.groups.values():
             if (failure := collectives.failure()) is not None:
                 raise failure
         if times and model.watcher is not None:
@@ -150,13 +149,13 @@ class RecordedDecode(Way):
     def _recorded(
         self, rows: Sequence[Row], cache: PagedCache, inputs: PassInputs, passes: dict[int, RecordedPass]
     ) -> Tensor:
-        """The same, computed as any pass, and recorded if it can be."""
+        """Compute one as any pass, and record it if it can be."""
         model = self._model
-        phase = self._model.counts
+        phase = model.peers.counts
         recording = Recording(self._kernels, self._arena)
 
         def attend(slot: int, queries: Tensor, kept: Tensor, weighting: Weighting) -> Tensor:
-            """Attention over the cache that finds everything where a replay will find it."""
+            """Attend over the cache through inputs that a replay finds again."""
             group = cache.group_of[slot]
             pair = cache.pairs[slot]
             with recording.paused():
@@ -165,7 +164,7 @@ class RecordedDecode(Way):
             self._kernels.keep(kept, inputs.numbers[PLACE + where], pair)
             return self._kernels.attend(queries, pair, read, weighting)
 
-        with phase.apart() as sent, model.groups_recorded(recording), recording.during():
+        with phase.apart() as sent, model.peers.recorded(recording), recording.during():
             logits = model.next_logits(inputs.numbers[TOKEN], inputs.numbers[POSITION], inputs.angles, attend)
         phase.add(sent)
         replay = recording.finished()

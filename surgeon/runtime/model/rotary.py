@@ -19,7 +19,7 @@ AllAngles = tuple[Angles, ...]  # those of each of a plan's rotary positions
 
 
 def place_(x: Tensor, placing: Placing, queries: int = 0) -> None:
-    """Queries or keys, (T, heads, D), normed by head and turned to their positions in place, as far as there is such.
+    """Norm queries or keys, (T, heads, D), by head and turn them to their positions in place.
 
     Args:
         placing: gains are of these heads.
@@ -68,11 +68,10 @@ def rotate_(x: Tensor, cosine: Tensor, signed_sine: Tensor) -> None:
 
 
 def in_halves(tensors: Tensors, width: int, head_dim: int) -> Tensors:
-    """An attention's tensors by role, the features of its queries and keys in the order in which `rotate_` pairs them.
-
-    The products of queries and keys do not depend on it.
+    """Order the features of queries and keys as `rotate_` pairs them; their products do not depend on it.
 
     Args:
+        tensors: an attention's, by role.
         width: how many features of a head turn, neighbours as a pair.
     """
     order = torch.cat([torch.arange(0, width, 2), torch.arange(1, width, 2), torch.arange(width, head_dim)])
@@ -86,7 +85,7 @@ def in_halves(tensors: Tensors, width: int, head_dim: int) -> Tensors:
 
 
 def centred(tensors: Tensors, head_dim: int) -> Tensors:
-    """An attention's tensors by role, such that the features of each head of its queries and keys have a mean of 0."""
+    """Centre the features of each head of an attention's queries and keys: means of 0."""
     found = dict(tensors)
     for name in (f"{role}{part}" for role in "qk" for part in (".weight", ".second.weight", ".bias")):
         if name in found:
@@ -96,16 +95,13 @@ def centred(tensors: Tensors, head_dim: int) -> Tensors:
 
 
 def rotation(rotary: Rotary, tokens: int, like: Tensor) -> Angles:
-    """Cosine and signed sine, (tokens, 1, features that turn) each, of the first positions.
-
-    Each of them is that of the last token of a text, where it depends on the text's length.
-    """
+    """Cosine and signed sine, (tokens, 1, features that turn) each, of the first positions, each as a text's last."""
     positions = torch.arange(tokens, device=like.device)
     return turned(rotary, positions, positions + 1, like)
 
 
 def turned(rotary: Rotary, positions: Tensor, lengths: Tensor, like: Tensor) -> Angles:
-    """The same of any tokens, by their positions, (T,), and how long their texts are, (T,)."""
+    """Cosine and signed sine of any tokens, by their positions, (T,), and the lengths of their texts, (T,)."""
     frequencies = torch.tensor(rotary.inverse_frequencies, dtype=torch.float32, device=like.device)
     if rotary.longer is not None:
         longer = torch.tensor(rotary.longer.inverse_frequencies, dtype=torch.float32, device=like.device)

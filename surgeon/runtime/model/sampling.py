@@ -1,16 +1,14 @@
 """From logits to the next tokens of all texts of a pass, together.
 
-A request with a seed has a random number for each place of its text: so what it gets depends on its seed, its place
-among the texts of that seed, and its logits, and not on what else is in the batch. Texts that need the same operations
-are one batch, and all that is chosen is read from the device at once.
+A request with a seed has a random number for each place of its text, so that its tokens depend on its seed, its place
+among the texts of that seed, and its logits alone. Texts that need the same operations are one batch.
 
-Where tokens are drafted, each is drawn from the draft's distribution q and accepted with the chance min(1, p / q) that
-it has by the model's own distribution p; otherwise the token is drawn from what p has more than q (Leviathan et al.
-2023, Fast Inference from Transformers via Speculative Decoding, algorithm 1). What comes out has the distribution p.
+Each drafted token is drawn from the draft's distribution q and accepted with the chance min(1, p / q) that it has by
+the model's own distribution p; otherwise the token is drawn from what p has more than q (Leviathan et al. 2023, Fast
+Inference from Transformers via Speculative Decoding, algorithm 1). Tokens have the distribution p.
 
-With a seed the draft and the model both draw with the number of the place (`filters.race`), and what is drafted is
-accepted if the model has drawn it, too. That is a little less often, and the text is that without drafts, however many
-there are.
+With a seed the draft and the model both draw with the number of the place (`filters.race`), and a draft is accepted if
+the model has drawn it, too: a little less often, and the text is that without drafts.
 
 Shapes: R rows of logits, V tokens of the vocabulary.
 """
@@ -47,12 +45,12 @@ CACHED_NUMBERS = 1 << 17  # logits that a CPU takes at a time, because what is c
 
 
 class SampledText:
-    """What the sampler has of one request.
+    """The sampler's state of one request.
 
     Attributes:
         again: whether it is drawn with the numbers of its places.
-        position: how many tokens were chosen.
-        look: what its filters look at first.
+        position: tokens chosen so far.
+        look: at first, of its filters.
         seen: the different tokens so far, if they are penalised.
         suppressed: tokens that must not come next.
         drafts: drafted tokens, and the distributions, (V,), that they were drawn from.
@@ -77,7 +75,7 @@ class SampledText:
         return int.from_bytes(hashed.digest()) >> 1
 
     def add(self, choice: Choice) -> Choice:
-        """Note what comes next."""
+        """Note the next token."""
         self.position += 1
         self.suppressed = self._later
         token = choice[0]
@@ -106,9 +104,9 @@ class Sampler:
         self._texts.pop(request, None)
 
     def choose(self, requests: Sequence[int], logits: Tensor) -> list[Choice]:
-        """The next token of each request, by the model's logits, (R, V), and what is to be reported about it.
+        """Choose the next token of each request, by the model's logits, (R, V), with its report.
 
-        It is UNDEFINED where the logits are not finite.
+        UNDEFINED where the logits are not finite.
         """
         texts = [self._texts[request] for request in requests]
         chosen = self._chosen(texts, logits)
@@ -120,7 +118,7 @@ class Sampler:
         return [text.add(choice) for text, choice in zip(texts, chosen, strict=True)]
 
     def _chosen(self, texts: Sequence[SampledText], logits: Tensor, whole: bool = False) -> list[Choice]:
-        """The same; WIDER where that takes a look at the `whole` vocabulary."""
+        """Choose; WIDER where that takes a look at the `whole` vocabulary."""
         batches = list[tuple[list[int], Tensor]]()
         for rows in self._batches(texts, logits):
             some = [texts[row] for row in rows]
@@ -130,9 +128,12 @@ class Sampler:
             if look.tokens == 1:
                 tokens = likeliest(scores)
             else:
-                look = look._replace(tokens=self._vocabulary) if whole else look
+                if whole:
+                    look = look._replace(tokens=self._vocabulary)
                 left = filtered(scores, [text.sampling for text in some], look)
-                keys = [text.key() for text in some] if some[0].again else None
+                keys = None
+                if some[0].again:
+                    keys = [text.key() for text in some]
                 tokens = left.at(self._picked(left.weights) if keys is None else race(left.weights, keys, left.tokens))
             batches.append((rows, report(tokens, own, [text.sampling.logprobs for text in some])))
         flat = [table.flatten() for _, table in batches]
@@ -149,11 +150,7 @@ class Sampler:
     def _scores(
         self, texts: Sequence[SampledText], logits: Tensor, before: Sequence[Sequence[int]] | None = None
     ) -> Tensor:
-        """Logits, (R, V), of a batch after the penalty for tokens seen, and without those suppressed.
-
-        Args:
-            before: by row, drafted tokens that come before it.
-        """
+        """Logits, (R, V), with tokens seen and those drafted `before` penalised, and without those suppressed."""
         scores = logits
         if texts[0].penalised:
             tokens = [[*text.seen, *more] for text, more in zip(texts, before or [()] * len(texts), strict=True)]
@@ -173,7 +170,7 @@ class Sampler:
         return scores
 
     def _batches(self, texts: Sequence[SampledText], logits: Tensor) -> Iterator[list[int]]:
-        """The rows of texts that need the same operations; on CPUs not too many."""
+        """Rows of texts that need the same operations; on CPUs not too many."""
         batches: dict[tuple[Look, bool, bool, bool], list[int]] = {}
         for row, text in enumerate(texts):
             kind = text.look, text.penalised, text.sampling.logprobs is not None, text.again
@@ -187,7 +184,7 @@ class Sampler:
                 yield rows[first : first + most]
 
     def draft(self, requests: Sequence[int], logits: Tensor) -> list[int]:
-        """A token of each request behind those drafted so far, by a draft's logits, (R, V); `judge` accepts it or not.
+        """Draft a token of each request behind those drafted so far, by a draft's logits, (R, V).
 
         Logits that are not finite draft token 0.
         """
@@ -202,7 +199,7 @@ class Sampler:
         return list(tokens)
 
     def offer(self, request: int, drafts: Sequence[int]) -> None:
-        """Tokens that come from elsewhere, as drafts of a request; `judge` accepts them or not."""
+        """Take tokens from elsewhere as drafts of a request."""
         text = self._texts[request]
         for token in drafts:
             certain = torch.zeros(self._vocabulary, dtype=torch.float64, device=self._device)
@@ -210,11 +207,7 @@ class Sampler:
             text.drafts.append((token, certain))
 
     def _distributions(self, texts: Sequence[SampledText], logits: Tensor, before: Sequence[Sequence[int]]) -> Tensor:
-        """The probability of every token after all filters, (R, V); that of what the place's number draws is 1.
-
-        Args:
-            before: as of `_scores`.
-        """
+        """The probability of every token after all filters, (R, V); 1 for the one that a place's number draws."""
         chances = torch.empty(logits.shape, dtype=torch.float64, device=logits.device)
         for rows in self._batches(texts, logits):
             some = [texts[row] for row in rows]
@@ -284,7 +277,7 @@ def verdicts(
     chances: Sequence[Sequence[float]],
     ends: list[int],
 ) -> tuple[list[int], dict[int, int]]:
-    """The place of each text at which the last token comes, and, of texts of which one is rejected there, its row.
+    """The place of each text at which the last token comes, and the row of each text that is rejected there.
 
     Args:
         numbers: of each row, random, in [0, 1).
@@ -305,7 +298,7 @@ def verdicts(
 
 
 def reported(numbers: Sequence[float], top: int | None) -> Choice:
-    """A token that comes next, by a row of `filters.report`, and what is told of it if anybody asks."""
+    """A token that comes next and its report, by a row of `filters.report`."""
     token, highest, *more = numbers
     if not math.isfinite(highest):  # NaN is higher than any number
         return UNDEFINED, None

@@ -1,21 +1,16 @@
 """Decode passes of few fixed shapes, which a GPU can repeat from a recording without Python in between.
 
-The passes of paged_layout.py go through sequences one by one, and their shapes change with every token: right for CPUs,
-but a GPU would wait for all those small launches. A static pass computes one token of each of its texts at once. It has
-room for so many texts, rounded up to a power of two, so that there are few sizes. All that changes from one pass of a
-size to the next is the contents of one tensor of inputs: token, position and block table of each text. Lines without a
-text write to a block that nobody reads.
+A static pass computes one token of each of its texts at once, with room for a power of two of texts. Passes of a size
+differ in the contents of one tensor of inputs only: token, position and block table of each text. Lines without a text
+write to a block that nobody reads.
 
 Kernels for GPUs (runtime/kernels/triton) read the cache by block tables, each text as far as it goes. Without them, and
 in rank space, the keys and values of all texts are copied side by side, as many blocks of each as the longest has,
-rounded up to a power of two, and masked.
+rounded up to a power of two, and masked. In rank space a fixed buffer takes the copies, another one the keys and values
+made of them; a text's number in the batch says where they lie, so that DeInfer's remapping list needs no list.
 
-Nothing in it waits for the device until the chosen tokens are read, so that it can be recorded as a CUDA graph
-(kernels/recording.py), collectives included where they can be (`Collectives.capturable`). Otherwise the same pass runs
-as it is. The program, its executor and the layers are those of every other pass; only attention is another.
-
-Of a cache in rank space it copies what all texts read into one fixed buffer, and makes their keys and values in
-another one. There a text's number in the batch says where they lie, so that DeInfer's remapping list needs no list.
+Nothing waits for the device until the chosen tokens are read, so that a pass can be recorded as a CUDA graph
+(kernels/recording.py) where collectives can be (`Collectives.capturable`).
 
 Shapes: B texts, W blocks of each, N tokens that are read of each, D head_dim, H heads and K KV heads of a slice, R the
 ranks of k and v together.
@@ -39,7 +34,7 @@ from surgeon.runtime.kernels.recording import GraphRecorder
 from surgeon.runtime.kernels.triton.functions import Placing, TextBlocks
 from surgeon.runtime.model.attending import AttendRaw, attention
 from surgeon.runtime.model.paged_cache import PagedCache, angles_at, write_table
-from surgeon.runtime.model.phase import Sent
+from surgeon.runtime.model.peers import Sent
 from surgeon.runtime.model.rank_model import RankModel, Results, Way
 from surgeon.runtime.model.rotary import AllAngles
 
@@ -51,7 +46,7 @@ TABLE = 3
 
 
 class Outputs(NamedTuple):
-    """What a static pass brings, on the device.
+    """Results of a static pass, on the device.
 
     Attributes:
         best: the most likely next token of each text, (B,), the same on every rank.
@@ -66,24 +61,20 @@ Replay = Callable[[], Outputs]  # computes again what was recorded, from what it
 
 
 class PassSize(NamedTuple):
-    """How many texts a static pass has room for, and how many blocks of each."""
+    """A static pass's room: so many texts, and so many blocks of each."""
 
     texts: int
     blocks: int
 
     @classmethod
     def of(cls, rows: Sequence[Row], most_blocks: int) -> PassSize:
-        """The size for these rows.
-
-        Args:
-            most_blocks: that a text can have.
-        """
+        """The size for these rows, whose texts have `most_blocks` at most."""
         longest = max(row.start for row in rows) // BLOCK_TOKENS + 1
         return cls(power_of_two(len(rows)), min(power_of_two(longest), most_blocks))
 
 
 class View(NamedTuple):
-    """What attentions with the same window read.
+    """The places that attentions with the same window read.
 
     Attributes:
         places: of N tokens of each text, (B * N,).
@@ -97,7 +88,7 @@ class View(NamedTuple):
 
 
 class StaticLayout:
-    """Where the texts of a static pass lie in the cache, all of it computed on the device.
+    """The places of a static pass's texts in the cache, all computed on the device.
 
     Attributes:
         positions: of the tokens, (B,), each in its text.
@@ -106,12 +97,7 @@ class StaticLayout:
     def __init__(
         self, inputs: Tensor, cache: PagedCache, angles: AllAngles = (), counters: Tensor | None = None
     ) -> None:
-        """Read the inputs, (B, 3 + W * groups of the cache).
-
-        Args:
-            angles: of every position.
-            counters: those of the cache for as many texts, where it has kernels for GPUs.
-        """
+        """Read the inputs, (B, 3 + W * groups of the cache)."""
         self._angles = angles if cache.rebuilds else ()
         self.positions = inputs[:, POSITION]
         self._cache = cache
@@ -131,7 +117,7 @@ class StaticLayout:
 
     @property
     def attend_raw(self) -> AttendRaw | None:
-        """Attention that takes queries and keys as projections give them, where there are kernels for that."""
+        """Attention to projections as they come, where there are kernels for that."""
         if self._texts:
             return self._attend_raw
         return None
@@ -144,11 +130,7 @@ class StaticLayout:
         return cache.attend(slot, queries, self._texts[group], weighting)
 
     def attend(self, slot: int, queries: Tensor, kept: Tensor, weighting: Weighting) -> Tensor:
-        """Put new keys and values into a slot; queries (B, H, D) to attended values (B, H * D).
-
-        Args:
-            kept: keys and, behind them, values, (B, 2 * K, D), or what they are rebuilt of, (B, R).
-        """
+        """Put new keys and values into a slot; queries (B, H, D) to attended values (B, H * D)."""
         assert not self._texts or slot in self._cache.rebuilds, "kernels attend where keys and values are cached"
         texts, heads, head_dim = queries.shape
         view = self._view(self._cache.group_of[slot], weighting.window)
@@ -182,14 +164,14 @@ class StaticLayout:
         return (self._newly if slot in self._cache.borrowed else self._own)[self._cache.group_of[slot]]
 
     def _places(self, group: int, tokens: Tensor) -> Tensor:
-        """Where tokens of each text, (B, any), lie in the cache, as far as a group goes."""
+        """Places of tokens of each text, (B, any), in the cache."""
         return self._tables[group].gather(1, tokens // BLOCK_TOKENS) * BLOCK_TOKENS + tokens % BLOCK_TOKENS
 
     def _view(self, group: int, window: Window | None) -> View:
-        """What attentions of a group with such a window read.
+        """The places that attentions of a group with such a window read.
 
-        Where there is no such token the text's own newest one is read instead: a place that nobody has written to may
-        hold what is no number, and 0 times that is none.
+        A text's newest token stands for those that there are not: a place that nobody has written to may hold what is
+        no number, and 0 times that is none.
         """
         room = self._tables[group].shape[1] * BLOCK_TOKENS
         window = Window.within(window, room)
@@ -213,18 +195,12 @@ class StaticPass:
 
     Attributes:
         inputs: on the device, (B, 3 + W * groups of the cache).
-        buffers: those of the cache; a replay writes to them.
-        counters: those of the cache, where it has kernels for GPUs; a replay counts in them.
-        replay: computes the pass.
+        buffers, counters: of the cache; a replay writes to them.
         sent: by a replay, which does not count it.
     """
 
     def __init__(self, size: PassSize, unread_block: int, cache: PagedCache) -> None:
-        """Allocate all that it writes to.
-
-        Args:
-            unread_block: that lines without a text write to.
-        """
+        """Allocate all that it writes to."""
         self._unread_block = unread_block
         self._blocks = size.blocks
         columns = TABLE + len(cache.windows) * size.blocks
@@ -233,7 +209,9 @@ class StaticPass:
         self.inputs = self._host.to(cache.device, copy=True)
         cache.buffers.reserve(size.texts * size.blocks * BLOCK_TOKENS)
         self.buffers = cache.buffers.kept, cache.buffers.rebuilt
-        self.counters = None if cache.triton is None else cache.counters(size.texts)
+        self.counters = None
+        if cache.triton is not None:
+            self.counters = cache.counters(size.texts)
         self.replay: Replay | None = None
         self.sent: Sent = Counts(), Counts()
 
@@ -252,17 +230,12 @@ class StaticPass:
 
 
 class StaticDecode(Way):
-    """Computes passes that add one token to each text, in few fixed shapes."""
+    """Passes that add one token to each text, in few fixed shapes."""
 
     spare_blocks = 1
     holds_caches = True
 
     def __init__(self, model: RankModel, recorder: GraphRecorder | None) -> None:
-        """Start without any pass.
-
-        Args:
-            recorder: records every pass when its size first comes up; None to compute passes as they are.
-        """
         self._model = model
         self._recorder = recorder
         self._angles = model.angles_up_to(model.plan.max_tokens)  # of all positions: recordings hold their address
@@ -270,14 +243,14 @@ class StaticDecode(Way):
         self._passes: WeakKeyDictionary[PagedCache, dict[PassSize, StaticPass]] = WeakKeyDictionary()
 
     def fits(self, rows: Sequence[Row]) -> bool:
-        """Whether a pass of these rows can be a static one: each adds one token to a text."""
+        """Tell whether a pass of these rows can be a static one: each adds one token to a text."""
         continues = all(row.start and len(row.tokens) == 1 and row.targets is None for row in rows)
         return continues and all(map(self._model.turns_by_position, rows))
 
     def passes_to_record(self, cache: PagedCache, texts: int) -> Iterator[list[Row]]:
         """Rows of each size that passes over up to so many texts have where all of these can be as long.
 
-        Sizes of most texts come first: what they need in memory, the others use again.
+        Sizes of most texts come first: the others use their memory again.
         """
         unread = cache.tokens // BLOCK_TOKENS - self.spare_blocks
         tokens = min(self._model.plan.max_tokens, unread * BLOCK_TOKENS if self.gathers(cache) else BLOCK_TOKENS)
@@ -297,16 +270,18 @@ class StaticDecode(Way):
         full = [at for at, row in enumerate(rows) if row.wanted == Wanted.LOGITS]
         tokens = best.tolist()  # the one time in a pass that this process waits for a GPU
         wanted = [token for token, row in zip(tokens, rows, strict=False) if row.wanted == Wanted.BEST]
-        return Results(wanted, self._model.whole_logits(own[full]) if full else None, [])
+        return Results(wanted, self._model.vocabulary.gather(own[full]) if full else None, [])
 
     def logits(self, rows: Sequence[Row], cache: PagedCache) -> Tensor:
-        """The same, but this rank's logits of each row."""
+        """Compute one pass; this rank's logits of each row."""
         return self._outputs(rows, cache).logits[: len(rows)]
 
     def _outputs(self, rows: Sequence[Row], cache: PagedCache) -> Outputs:
-        """What a pass computes of the rows, and of lines without a text; the next one may overwrite it."""
+        """Compute a pass of the rows, and of lines without a text; the next one may overwrite it."""
         blocks = cache.tokens // BLOCK_TOKENS - self.spare_blocks
-        most = blocks if None in cache.windows else sys.maxsize
+        most = blocks
+        if None not in cache.windows:
+            most = sys.maxsize
         size = PassSize.of(rows, most)
         if not self.gathers(cache):
             size = PassSize(size.texts, min(blocks_for(self._model.plan.max_tokens), most))
@@ -320,16 +295,16 @@ class StaticDecode(Way):
         if static.replay is None:
 
             def compute() -> Outputs:
-                with self._model.counts.apart() as static.sent:  # a recorder may compute several times
+                with self._model.peers.counts.apart() as static.sent:  # a recorder may compute several times
                     return self._compute(static, cache)
 
             static.replay = self._recorder(compute)
-        self._model.counts.add(static.sent)
+        self._model.peers.counts.add(static.sent)
         return static.replay()
 
     @staticmethod
     def gathers(cache: PagedCache) -> bool:
-        """Whether what the texts read of a cache is copied, as many blocks of each as the longest has."""
+        """Tell whether keys are copied, as many blocks of each text as the longest has."""
         return cache.triton is None or bool(cache.rebuilds)
 
     def _compute(self, static: StaticPass, cache: PagedCache) -> Outputs:
@@ -337,4 +312,4 @@ class StaticDecode(Way):
         logits = self._model.next_logits(
             static.inputs[:, TOKEN], layout.positions, self._angles, layout.attend, layout.attend_raw
         )
-        return Outputs(self._model.best_tokens(logits), logits)
+        return Outputs(self._model.vocabulary.best(logits), logits)

@@ -1,1 +1,1 @@
-"""What ranks are to compute, before any of them starts: the plan of a model, its checks, placement, memory."""
+"""The plan of a model, made before any rank starts: its checks, placement, memory."""

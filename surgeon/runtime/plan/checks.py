@@ -1,4 +1,4 @@
-"""Checking that a model can run on so many ranks, and planning it, before any rank starts.
+"""Checks that a model can run on so many ranks, and its plan, before any rank starts.
 
 Only this module of the runtime needs `transformers`; ranks start faster without it.
 """
@@ -22,7 +22,7 @@ from surgeon.errors import did_you_mean, first_line, shown
 from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD
 from surgeon.models.edit import check_layers
-from surgeon.models.families import FAMILIES, Family
+from surgeon.models.families import Family
 from surgeon.models.families.positions import (
     attention_windows,
     long_rotary_angles,
@@ -38,6 +38,7 @@ from surgeon.runtime.plan.division import cached_latent, check_division, shared_
 from surgeon.runtime.plan.mixtures import Mixtures, MixtureSize
 from surgeon.runtime.plan.specification import (
     OWN_ACTIVATIONS,
+    Arithmetic,
     Decoding,
     HalvesMode,
     KvMode,
@@ -79,8 +80,7 @@ def make_plan(
         max_tokens: tokens of prompt and output together; None for as many as the model takes.
         program: run this one instead of the checkpoint's own.
         device: "cpu" or "cuda".
-        sliced: as `Plan.sliced`.
-        halves: as `Plan.halves`.
+        sliced, halves: as of `Plan`.
         ways: how it is computed.
 
     Raises:
@@ -93,10 +93,16 @@ def make_plan(
     if not 1 <= ranks <= MOST_RANKS:
         raise ValueError(f"the number of ranks must lie in 1..{MOST_RANKS}, not {ranks}")
     stored = open_stored(model)
-    config, family, source = stored.config, stored.family, stored.weights  # none of them are read
+    # None of them are read
+    config = stored.config
+    family = stored.family
+    source = stored.weights
     layers = source.count_layers()
-    given = Program.parse(program) if isinstance(program, str) else program
-    parsed = stored.program if given is None else given
+    parsed = stored.program
+    if isinstance(program, str):
+        parsed = Program.parse(program)
+    elif program is not None:
+        parsed = program
     check_layers(parsed, layers)
     family.require_ranked(parsed)
     for piece in (sublayer for sublayer in parsed.sublayers() if sublayer.piece is not None):
@@ -110,71 +116,90 @@ def make_plan(
     positions = longest_text(family, config)
     if family.positions.embedding is not None:
         positions = source.shape(f"{family.positions.embedding}.weight")[0] - family.positions.offset
-    max_tokens = positions if max_tokens is None else max_tokens
-    if max_tokens > positions:
-        raise ValueError(
-            f"prompt and output together are {max_tokens} tokens, and the model has {positions} positions; "
-            "shorten the prompt or ask for fewer tokens"
-        )
+    max_tokens = _text_length(max_tokens, positions)
 
-    dtype = chosen["dtype"]
     kv = chosen["kv"]
+    dtype = chosen["dtype"]
     if dtype == "auto":
         dtype = str(stored.compute_dtype(device)).removeprefix("torch.")
     if note := stored.dequantised(dtype):
         warnings.warn(note, stacklevel=1)
     vocabulary, hidden = source.shape(f"{family.embedding}.weight")
-    by_layer = rotaries_by_layer(config, family, layers, max_tokens)
-    rotaries = tuple(dict.fromkeys(one for one in by_layer if one is not None))
-    if any(rotary.longer for rotary in rotaries):
+    arithmetic = arithmetic_of(stored, layers, max_tokens)
+    if any(rotary.longer for rotary in arithmetic.rotaries):
         kv = _whole_keys(kv, max_tokens)
-    growth = family.attention.head_stage(Growth)
-    gate = None if family.mixture is None else family.mixture.clamped_gate
-    if growth is not None:
-        rotaries += (Rotary((0.0,) * (source.head_dim // 2), 1.0, growth),)
     plan = Plan(
         folder=stored.folder,
+        family=family,
         program=str(parsed),
         ranks=ranks,
-        dtype=dtype,
-        decoding=chosen["decoding"],
-        halves=chosen["halves"],
-        low_rank=chosen["low_rank"],
-        kv=kv,
-        model_type=family.model_type,
         head_dim=source.head_dim if latent is None else latent.width,
-        epsilon=family.norms.epsilon(config),
-        activation=_activation(config, family),
-        rotaries=rotaries,
         hidden=hidden,
         vocabulary=vocabulary,
         layers=layers,
         max_tokens=max_tokens,
         tied=bool(config.tie_word_embeddings),
+        dtype=dtype,
+        arithmetic=arithmetic,
         ends=_end_tokens(stored.folder, config),
-        attention_scale=family.scales.attention(config),
-        attention_softcap=_softcap(config, family.scales.attention_cap),
         windows=attention_windows(family, config, layers),
-        embedding_scale=family.scales.embedding(config),
-        output_scale=family.scales.output(config),
-        logit_scale=family.scales.logits(config),
-        logit_softcap=_softcap(config, family.scales.logit_cap),
-        rotary_layers=places_among(rotaries, by_layer),
-        query_factor=None if growth is None else len(rotaries) - 1,
         mixtures=mixtures,
-        clamped_gate=gate(config) if gate is not None else None,
         latent=latent,
+        decoding=chosen["decoding"],
+        halves=chosen["halves"],
+        low_rank=chosen["low_rank"],
+        kv=kv,
         sliced=sliced,
-        routing=family.mixture.routing(config) if family.mixture else None,
-        described=None if family == FAMILIES.get(family.model_type) else family,
     )
     if kv == "lowrank":
         require_low_rank(plan)
     return plan
 
 
+def _text_length(max_tokens: int | None, positions: int) -> int:
+    if max_tokens is None:
+        return positions
+    if max_tokens > positions:
+        raise ValueError(
+            f"prompt and output together are {max_tokens} tokens, and the model has {positions} positions; "
+            "shorten the prompt or ask for fewer tokens"
+        )
+    return max_tokens
+
+
+def arithmetic_of(stored: StoredModel, layers: int, max_tokens: int) -> Arithmetic:
+    """Read what a model's configuration says of its numbers, in texts of so many tokens."""
+    config = stored.config
+    family = stored.family
+    by_layer = rotaries_by_layer(config, family, layers, max_tokens)
+    rotaries = tuple(dict.fromkeys(one for one in by_layer if one is not None))
+    rotary_layers = places_among(rotaries, by_layer)
+    growth = family.attention.head_stage(Growth)
+    if growth is not None:
+        rotaries += (Rotary((0.0,) * (stored.weights.head_dim // 2), 1.0, growth),)
+    mixture = family.mixture
+    clamped_gate = None
+    if mixture is not None and mixture.clamped_gate is not None:
+        clamped_gate = mixture.clamped_gate(config)
+    return Arithmetic(
+        epsilon=family.norms.epsilon(config),
+        activation=_activation(config, family),
+        rotaries=rotaries,
+        rotary_layers=rotary_layers,
+        query_factor=None if growth is None else len(rotaries) - 1,
+        attention_scale=family.scales.attention(config),
+        attention_softcap=_softcap(config, family.scales.attention_cap),
+        embedding_scale=family.scales.embedding(config),
+        output_scale=family.scales.output(config),
+        logit_scale=family.scales.logits(config),
+        logit_softcap=_softcap(config, family.scales.logit_cap),
+        routing=None if mixture is None else mixture.routing(config),
+        clamped_gate=clamped_gate,
+    )
+
+
 def mixture_size(source: ModelWeights, layer: int) -> MixtureSize | None:
-    """How many experts a layer stores, and of how many neurons; None where it is no mixture."""
+    """The experts of a stored layer; None where it is no mixture."""
     experts = source.stored_experts(layer)
     if experts is None:
         return None
@@ -182,7 +207,7 @@ def mixture_size(source: ModelWeights, layer: int) -> MixtureSize | None:
 
 
 def _chosen(ways: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-    """All ways by name, "auto" where nothing is chosen."""
+    """Check all ways; "auto" where nothing is chosen."""
     for name, wanted in ways.items():
         what, known = WAYS[name]
         if wanted not in known:
@@ -267,7 +292,7 @@ def _activation(config: Any, family: Family) -> str:
 
 
 def _whole_keys(kv: str, max_tokens: int) -> str:
-    """What is kept of keys where these turn by the length of their text: they cannot be made again of anything else."""
+    """Refuse rank space for keys that turn by the length of their text, and cannot be made again."""
     if kv == "lowrank":
         raise ValueError(
             f"rotary positions depend on the length of a text here, up to {max_tokens} tokens, and keys in rank space "
@@ -300,7 +325,7 @@ def rotaries_by_layer(config: Any, family: Family, layers: int, max_tokens: int)
 
 
 def places_among(rotaries: tuple[Rotary, ...], by_layer: Sequence[Rotary | None]) -> tuple[int | None, ...]:
-    """Which of them each layer has; nothing where all have the first, or there are none."""
+    """Each layer's place among rotary positions; nothing where all have the first, or there are none."""
     places = tuple(None if one is None else rotaries.index(one) for one in by_layer)
     if rotaries and any(place != 0 for place in places):
         return places
@@ -308,8 +333,9 @@ def places_among(rotaries: tuple[Rotary, ...], by_layer: Sequence[Rotary | None]
 
 
 def _softcap(config: Any, attribute: str | None) -> float | None:
-    """The bound of scores or logits that the configuration sets, if the family has one."""
-    bound = None if attribute is None else getattr(config, attribute)
+    bound = None
+    if attribute is not None:
+        bound = getattr(config, attribute)
     if bound is None:
         return None
     if bound <= 0:
@@ -340,7 +366,9 @@ def _rotary(config: Any, family: Family, max_tokens: int, kind: str | None) -> R
 
 def _end_tokens(folder: Path, config: Any) -> tuple[int, ...]:
     path = folder / "generation_config.json"
-    ends = read_json(path).get("eos_token_id") if path.is_file() else None
+    ends = None
+    if path.is_file():
+        ends = read_json(path).get("eos_token_id")
     if ends is None:
         path = folder / "config.json"
         ends = getattr(config, "eos_token_id", None)

@@ -1,4 +1,4 @@
-"""Whether a program's heads and neurons divide among ranks, and which numbers of ranks would do."""
+"""Division of a program's heads and neurons among ranks, and the numbers of ranks that would do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UnitsOf = Callable[[Sublayer], Units]  # how many heads and KV heads, or neurons
 
 
 def shared_units(units_of: UnitsOf, latent: Latent | None) -> UnitsOf:
-    """What ranks share of sublayers with such units: of latent attentions, heads."""
+    """Units that ranks share of sublayers: of latent attentions, heads."""
 
     def units(sublayer: Sublayer) -> Units:
         found = units_of(sublayer)
@@ -31,7 +31,7 @@ def shared_units(units_of: UnitsOf, latent: Latent | None) -> UnitsOf:
 
 
 def cached_latent(latent: Latent | None) -> Latent | None:
-    """The same sizes."""
+    """Refuse latent attentions whose values are wider than their keys."""
     if latent is not None and latent.value > latent.width:
         raise ValueError(
             f"v_head_dim {latent.value} in config.json is above the {latent.width} features of a key, which ranks cache"
@@ -42,12 +42,7 @@ def cached_latent(latent: Latent | None) -> Latent | None:
 def check_division(
     program: Program, units_of: UnitsOf, ranks: int, mixtures: Mixtures = NO_MIXTURES, sliced: bool = False
 ) -> None:
-    """Refuse slices, and numbers of ranks, that heads or neurons do not divide into.
-
-    Args:
-        mixtures: whose experts may divide where their neurons do not.
-        sliced: as of `rank_work`.
-    """
+    """Refuse slices, and numbers of ranks, that heads or neurons do not divide into."""
     for sublayer in dict.fromkeys(program.sublayers()):
         if sublayer.piece is None:
             reason = None
@@ -78,7 +73,7 @@ def different(program: Program, units_of: UnitsOf, mixtures: Mixtures = NO_MIXTU
 def why_not(
     program: Program, units_of: UnitsOf, ranks: int, mixtures: Mixtures = NO_MIXTURES, sliced: bool = False
 ) -> str | None:
-    """Why so many ranks cannot share a program; None if they can."""
+    """Say why so many ranks cannot share a program; None if they can."""
     try:
         works = (work for rank in range(ranks) for work in rank_work(program, rank, ranks, sliced))
         parts = {(part.sublayer, len(part.sharers)) for work in works for part in work.parts}

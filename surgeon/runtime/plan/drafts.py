@@ -1,11 +1,9 @@
-"""The plan of a model that has tokens drafted by another program over its own weights.
+"""The plan of a model that has tokens drafted by another program over its own weights, or by its first rack's coda.
 
-What a draft's attention reads of the text so far are the keys and values that the model's program has cached, where
-that caches on the same rank, of the same layer, the same KV heads in the same way; what the draft adds of its tokens is
-overwritten when these are verified. An attention without such a counterpart (averages of layers, a layer's second
-time, whole layers or tracks on a rank that has slices of the model's) has a slot of its own behind the model's. A view
-of some heads of a slot would save that for tracks: but the keys and values of a slot are one piece of memory for every
-kernel, and those of some heads would be two.
+A draft's attention reads the keys and values that the model's program has cached, where that caches on the same rank,
+of the same layer, the same KV heads in the same way; the draft's own tokens there are overwritten when these are
+verified. An attention without such a counterpart (averages of layers, a layer's second time, whole layers or tracks on
+a rank that has slices of the model's) has a slot of its own behind the model's.
 """
 
 from __future__ import annotations
@@ -13,26 +11,36 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+from surgeon.checkpoint.belongings import CODAS
+from surgeon.checkpoint.codas import INDEX, read_codas
 from surgeon.checkpoint.load import open_stored
 from surgeon.checkpoint.stored import StoredModel
+from surgeon.checkpoint.tensor_file import TensorFiles
 from surgeon.errors import shown
 from surgeon.language.operations.declare import VARIANTS
 from surgeon.language.operations.variants import RUN_OTHERWISE, is_variant, variant_of
-from surgeon.language.program import Program
+from surgeon.language.program import Program, Step
+from surgeon.models.edit import check_layers
+from surgeon.models.families import family_of
+from surgeon.models.families.positions import attention_windows
+from surgeon.models.weights import ModelWeights
 from surgeon.named import is_program
-from surgeon.runtime.plan.checks import make_plan
+from surgeon.runtime.plan.checks import make_plan, mixture_size, places_among, rotaries_by_layer
+from surgeon.runtime.plan.division import check_division
 from surgeon.runtime.plan.memory import Sizes, kv_heads
+from surgeon.runtime.plan.mixtures import Mixtures
 from surgeon.runtime.plan.placement import computed_of, work_of
-from surgeon.runtime.plan.specification import DraftPlan, KvMode, Plan, Ways
+from surgeon.runtime.plan.specification import CodaPlan, DraftPlan, KvMode, Plan, Ways
 
 Place = tuple[tuple[int, ...], int | None, int]  # layers, width, and which of the attentions of these in the program
 Kept = tuple[tuple[int, int], tuple[int, int] | None]  # the KV heads, and numbers in rank space in their place
 
 
 def with_draft(plan: Plan, model: str | Path | StoredModel, draft: Program | str) -> Plan:
-    """A model's plan, with a program over the same weights that drafts tokens.
+    """Add a program over the same weights that drafts tokens to a model's plan.
 
     Its steps lie on ranks as the model's own do, where that leaves it fewer keys of its own: in slices where it can,
     also of sublayers that share an input and that ranks would have whole.
@@ -51,11 +59,7 @@ def with_draft(plan: Plan, model: str | Path | StoredModel, draft: Program | str
 
 
 def require_shared(draft: DraftPlan, why: str) -> Plan:
-    """The plan of a draft whose attentions all use the model's keys and values.
-
-    Args:
-        why: they have to, for who reads that one has its own.
-    """
+    """Give the plan of a draft, refused where an attention has keys and values of its own, and why."""
     for rank, own in enumerate(draft.own):
         for work in work_of(draft.plan, rank):
             for part in (part for part in work.parts if part.slot in own):
@@ -68,7 +72,7 @@ def require_shared(draft: DraftPlan, why: str) -> Plan:
 
 
 def named_draft(text: str) -> str:
-    """What a draft is named by: a program over the model's weights, or a variant of the model."""
+    """Check the name of a draft: a program over the model's weights, or a variant of the model."""
     if is_program(text) or (is_variant(text) and text not in RUN_OTHERWISE):
         return text
     raise ValueError(
@@ -79,12 +83,7 @@ def named_draft(text: str) -> str:
 
 
 def draft_beside(plan: Plan, source: Sizes, make: Callable[[bool], Plan]) -> DraftPlan:
-    """A draft whose steps lie on ranks as those of the model's plan do.
-
-    Args:
-        source: how large the model's matrices are.
-        make: the draft's own plan, given whether it is sliced (`Plan.sliced`).
-    """
+    """A draft whose steps lie on ranks as those of the model's plan do; `make` plans it, given whether it is sliced."""
     found = list[DraftPlan]()
     reasons = list[ValueError]()
     for sliced in (True, False):
@@ -103,7 +102,7 @@ def draft_beside(plan: Plan, source: Sizes, make: Callable[[bool], Plan]) -> Dra
 
 
 def _slots(plan: Plan, draft: Plan, source: Sizes, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The slots of the cache that a draft's attentions use on a rank, and which of these attentions have their own."""
+    """A draft's cache slots on a rank, and the numbers of its attentions with their own."""
     there = {place: (slot, kept) for slot, (place, kept) in enumerate(_attentions(plan, source, rank))}
     slots = list[int]()
     own = list[int]()
@@ -117,7 +116,7 @@ def _slots(plan: Plan, draft: Plan, source: Sizes, rank: int) -> tuple[tuple[int
 
 
 def _attentions(plan: Plan, source: Sizes, rank: int) -> Iterator[tuple[Place, Kept]]:
-    """A rank's attentions by slot: their place in the program, and what is kept of each."""
+    """A rank's attentions by slot: their place in the program, and their numbers in the cache."""
     seen: Counter[tuple[tuple[int, ...], int | None]] = Counter()
     for work in work_of(plan, rank):
         for part in work.parts:
@@ -127,3 +126,76 @@ def _attentions(plan: Plan, source: Sizes, rank: int) -> Iterator[tuple[Place, K
                 (first, end) = kv_heads(plan, source, own)
                 yield (*of, seen[of]), ((first, end), plan.kept_factors(own, end - first))
                 seen[of] += 1
+
+
+def with_coda(plan: Plan) -> Plan:
+    """Add a checkpoint's first rack and the rack's coda as the draft to its plan.
+
+    The rack's attentions cache for the whole program; the coda's have slots of their own behind those of the program.
+    """
+    plan = replace(plan, kv="lowrank" if plan.kv == "lowrank" else "full")
+    nodes, coda = first_rack(plan)
+    rack = replace(
+        plan,
+        program=str(Program(Program.parse(plan.program).nodes[:nodes])),
+        arithmetic=replace(plan.arithmetic, rotaries=coda.plan.arithmetic.rotaries),
+        decoding="auto" if plan.decoding == "auto" else "dynamic",
+        halves="off",
+        coda=coda,
+    )
+    slots = list[tuple[int, ...]]()
+    own = list[tuple[int, ...]]()
+    for rank in range(plan.ranks):
+        shared, more, end = (
+            sum(part.slot is not None for work in work_of(one, rank) for part in work.parts)
+            for one in (rack, coda.plan, plan)
+        )
+        slots.append((*range(shared), *range(end, end + more)))
+        own.append(tuple(range(shared, shared + more)))
+    return replace(plan, draft=DraftPlan(rack, tuple(slots), tuple(own)))
+
+
+def first_rack(plan: Plan) -> tuple[int, CodaPlan]:
+    """Count the nodes of a checkpoint's first rack, and plan the rack's coda."""
+    stored = read_codas(plan.folder)
+    if stored is None:
+        raise ValueError(
+            f"{plan.folder} has no codas ({CODAS}/{INDEX}), which would draft; surgeon heal --racks trains some; "
+            "or leave the drafts out"
+        )
+    nodes = stored.nodes[0]
+    program = stored.program
+    whole = Program.parse(plan.program)
+    index = plan.folder / CODAS / INDEX
+    if not 1 <= nodes < len(whole):
+        raise ValueError(f"{index}: the first rack must have some of the program's {len(whole)} nodes, not {nodes}")
+    behind = whole.nodes[nodes]
+    if isinstance(behind, Step) and behind.late:
+        raise ValueError(
+            f"{index}: the program cannot be cut before {behind}, which reads the stream as it was within the first "
+            "rack; train codas with other racks"
+        )
+    family = family_of(stored.config)
+    file = plan.folder / CODAS / "rack-0.safetensors"
+    source = ModelWeights(TensorFiles(file), family, plan.head_dim)
+    layers = 0  # it may be a norm and a head only
+    if len(program):
+        layers = source.count_layers()
+    mixtures = Mixtures.of(partial(mixture_size, source), layers)
+    by_layer = []
+    if layers:
+        check_layers(program, layers)
+        check_division(program, source.units, plan.ranks, mixtures)
+        by_layer = rotaries_by_layer(stored.config, family, layers, plan.max_tokens)
+    # Passes have one set of angles for rack and coda; a kind that is the coda's alone comes behind the model's.
+    rotaries = tuple(dict.fromkeys([*plan.arithmetic.rotaries, *(one for one in by_layer if one is not None)]))
+    own = replace(
+        plan,
+        family=family,
+        mixtures=mixtures,
+        program=str(program),
+        layers=layers,
+        windows=attention_windows(family, stored.config, layers) if layers else (),
+        arithmetic=replace(plan.arithmetic, rotaries=rotaries, rotary_layers=places_among(rotaries, by_layer)),
+    )
+    return nodes, CodaPlan(file, own)

@@ -1,11 +1,9 @@
-"""How much memory weights and cache will take on every rank, from the shapes in a checkpoint and before any is read.
+"""Memory of weights and cache on every rank, from the shapes in a checkpoint and before any is read.
 
-Attentions are groups by window, with tables of blocks of their own, where that makes room for more texts: what one with
-a window has left behind can be given back only if no attention with the same table needs it. All groups take blocks of
-one size from one cache, so that a group with fewer attentions than others leaves part of its blocks empty; where
-attentions of one window are many and of another few, the many are several groups. Which division holds the most texts
-of the longest kind follows from the counts; often that is no division at all (texts hardly longer than the window, or
-ranks that hold different layers).
+Attentions are groups by window, with tables of blocks of their own, where that makes room for more texts: blocks behind
+a window can be given back only if no attention with the same table needs them. All groups take blocks of one size, so
+that a group with fewer attentions than others leaves part of its blocks empty; where attentions of one window are many
+and of another few, the many are several groups. Often the best division is none at all.
 """
 
 from __future__ import annotations
@@ -52,11 +50,11 @@ class CacheGroups:
     slots: tuple[tuple[int, ...], ...]
 
     def width(self, rank: int) -> int:
-        """How many attentions of a rank a block is for."""
+        """The attentions of a rank that a block is for."""
         return max(Counter(self.slots[rank]).values(), default=0)
 
     def room(self, tokens: int) -> int:
-        """What a text of so many tokens takes of all ranks, in blocks of one attention."""
+        """The room of all ranks that a text of so many tokens takes, in blocks of one attention."""
         return text_blocks(tokens, self.windows) * sum(map(self.width, range(len(self.slots))))
 
 
@@ -68,9 +66,14 @@ def cache_groups(plan: Plan) -> CacheGroups:
         counts = (len(own) + len(more) for own, more in zip(windows, plan.draft.own, strict=True))
         return CacheGroups((None,), tuple((0,) * count for count in counts))
     counted: Counter[int | None] = Counter(window for own in windows for window in set(own))
-    widest: int | None = None if None in counted or not counted else max(one for one in counted if one is not None)
+    widest: int | None = None
+    if not (None in counted or not counted):
+        widest = max(one for one in counted if one is not None)
     together = CacheGroups((widest,), tuple((0,) * len(own) for own in windows))
-    plans = [plan] if plan.coda is None else [plan, plan.coda.plan]
+    if plan.coda is None:
+        plans = [plan]
+    else:
+        plans = [plan, plan.coda.plan]
     # Attentions may keep what the first factors of k and v give, each in a tensor of its own.
     in_rank_space = plan.kv != "full" and any(one.can_be_low_rank for one in plans)
     if len(counted) < 2 or in_rank_space:
@@ -86,7 +89,7 @@ def cache_groups(plan: Plan) -> CacheGroups:
 
 
 def _divided(windows: list[list[int | None]], different: list[int | None], width: int) -> CacheGroups:
-    """Groups of one window each, and of so many attentions of a rank at most."""
+    """Divide into groups of one window each, and of so many attentions of a rank at most."""
     names: list[int | None] = []
     slots = [[0] * len(own) for own in windows]
     for window in different:
@@ -113,13 +116,13 @@ def _slot_windows(plan: Plan, rank: int) -> list[int | None]:
 class Footprint:
     """Bytes by rank, without norms and biases, a thousandth of it, and without what packing fills up.
 
-    That is up to 15 rows of each matrix (`products.Panels`): much only of narrow factors.
+    Packing fills up to 15 rows of each matrix (`linear.Panels`): much only of narrow factors.
 
     Attributes:
         weights: matrices, embedding and head.
-        kept: what a block holds of each attention, by slot.
-        buffers: what it takes to read one block of a cache in rank space, and to make keys and values of it.
-        copies: what it takes to copy one block of the widest attention's keys and values (`Plan.gathers`).
+        kept: by slot, of each attention in a block.
+        buffers: to read one block of a cache in rank space, and to make keys and values of it.
+        copies: of one block of the widest attention's keys and values (`Plan.gathers`).
         groups: of the attentions; a block has room for those of any one of them.
     """
 
@@ -141,7 +144,7 @@ class Footprint:
         return tuple(widest)
 
     def blocks(self, texts: int, tokens: int, together: int) -> int:
-        """How many blocks so many texts of so many tokens take, of which `together` are computed in one pass."""
+        """Count the blocks of so many texts of so many tokens, of which `together` are computed in one pass."""
         windows = self.groups.windows
         return texts * text_blocks(tokens, windows) + pass_blocks(min(texts * tokens, together), windows)
 
@@ -150,11 +153,7 @@ Sizes = ModelWeights | ModelShapes  # what says how large matrices are: weights,
 
 
 def footprint(plan: Plan, source: Sizes | None = None) -> Footprint:
-    """What ranks will hold for a plan.
-
-    Args:
-        source: of the sizes; by default the plan's checkpoint.
-    """
+    """Count what ranks will hold for a plan, by its checkpoint's sizes if no others are given."""
     source = source or open_weights(plan.folder, plan.family, plan.head_dim)
     if plan.stretches:
         each = [footprint(plan.of_rank(rank)[0], source) for rank in range(plan.ranks)]
@@ -165,7 +164,9 @@ def footprint(plan: Plan, source: Sizes | None = None) -> Footprint:
             tuple(one.copies[0] for one in each),
             cache_groups(plan),
         )
-    matrices = 1 if plan.tied else 2
+    matrices = 2
+    if plan.tied:
+        matrices = 1
     if plan.stretch:
         matrices = 0
     rows = _vocabulary_rows(plan, matrices) + source.position_rows
@@ -200,7 +201,7 @@ def _side_by_side(one: Footprint, other: Footprint) -> Footprint:
 
 
 def _numbers_beside(plan: Plan, other: Plan, source: Sizes, rank: int) -> int:
-    """How many numbers a rank has of another program's matrices that it does not have of a plan's own."""
+    """Count a rank's numbers of another program's matrices that are not a plan's own."""
     own, more = (
         {(part.sublayer, len(part.sharers)) for work in work_of(one, rank) for part in work.parts}
         for one in (plan, other)
@@ -209,12 +210,11 @@ def _numbers_beside(plan: Plan, other: Plan, source: Sizes, rank: int) -> int:
 
 
 def _vocabulary_rows(plan: Plan, matrices: int) -> int:
-    """Rows of the vocabulary that a rank has, in so many matrices."""
     return -(-plan.vocabulary // plan.ranks) * matrices
 
 
 def _program_footprint(plan: Plan, source: Sizes, rows: int) -> Footprint:
-    """What ranks will hold for a plan's program, and of so many rows as wide as the stream."""
+    """Count a plan's program, and so many rows as wide as the stream."""
     block = BLOCK_TOKENS * plan.dtype_bytes  # a number of every token of a block
     weights = []
     kept = list[tuple[int, ...]]()
@@ -243,7 +243,9 @@ def _program_footprint(plan: Plan, source: Sizes, rows: int) -> Footprint:
                 rebuilt = max(rebuilt, keys_values)
         kept.append(tuple(own))
         buffers.append((copied + rebuilt) * block)
-        copies.append(read * block * (1 if plan.attention_softcap is None else 2))  # a product copies them once more
+        copies.append(
+            read * block * (1 if plan.arithmetic.attention_softcap is None else 2)
+        )  # a product copies them once more
     return Footprint(tuple(weights), tuple(kept), tuple(buffers), tuple(copies), cache_groups(plan))
 
 
@@ -257,11 +259,13 @@ def kv_heads(plan: Plan, source: Sizes, attention: Sublayer) -> tuple[int, int]:
 
 
 def numbers_of(plan: Plan, source: Sizes, part: tuple[Sublayer, int]) -> int:
-    """How many numbers the matrices of a rank's part have, given how many ranks share the sublayer."""
+    """Count the numbers of a part's matrices, given how many ranks share the sublayer."""
     sublayer, members = part
     size = plan.mixtures.size(sublayer)
     whole = plan.mixtures.whole_experts(sublayer, members)
-    numbers = 0 if size is None else size.experts * plan.hidden  # of the router
+    numbers = 0  # of the router
+    if size is not None:
+        numbers = size.experts * plan.hidden
     if plan.latent is not None and sublayer.kind == ATTENTION:
         own = plan.latent.share(sublayer.piece)
         numbers += sum(map(prod, plan.latent.products(plan.hidden, own.stop - own.start).values()))
@@ -269,7 +273,10 @@ def numbers_of(plan: Plan, source: Sizes, part: tuple[Sublayer, int]) -> int:
         of = sublayer
         count = 1
         if projection.stacked and size is not None:
-            of, count = (sublayer, size.experts) if whole is None else (whole.of, len(whole.own))
+            count = size.experts
+            if whole is not None:
+                of = whole.of
+                count = len(whole.own)
             of = replace(of, experts=(0,) if of.experts is None else of.experts[:1])  # they are all alike
         outputs, inputs = source.matrix(of, projection.role).shape
         factors = of.rank(projection.role)
@@ -287,15 +294,15 @@ def choose_cache(
     free: Callable[[], int] = free_bytes,
     drafts: int = 0,
 ) -> tuple[Plan, int]:
-    """How many blocks the cache is to have, and the plan, which says whether memory is the limit (`Plan.kv`).
+    """Choose the blocks of the cache, and the plan, in which memory may have become the limit (`Plan.kv`).
 
     Args:
         device: "cpu", where all ranks of a machine share its memory, or "cuda", where each has its own.
         max_batch: where `blocks` is None, as many of the longest sequences have room if the memory does.
-        memory: what weights and cache may take, on this machine together or on each GPU; most of what is free if None.
+        memory: for weights and cache, on this machine together or on each GPU; most of what is free if None.
         local_ranks: how many of the ranks run on this machine; all if None.
-        free: says how much of the memory may be taken where no limit is given: of this machine's (ranks on other
-            machines are taken to have as much), or of the GPU that has least.
+        free: tells the free memory of this machine (ranks on other machines are taken to have as much), or of the GPU
+            that has least.
         drafts: tokens that are drafted for each sequence, and verified in one pass, each as a text of its own.
     """
     here = local_ranks or plan.ranks
@@ -303,14 +310,16 @@ def choose_cache(
     room = _Room.of(plan, device, here, max_batch, allowed, drafts)
     wanted = room.wanted if blocks is None else blocks
     if plan.kv == "auto" and room.fitting < wanted:
-        tight = replace(plan, tight=True)
-        smaller = _Room.of(tight, device, here, max_batch, allowed, drafts)
+        fewer = replace(plan, kv="fewer")
+        smaller = _Room.of(fewer, device, here, max_batch, allowed, drafts)
         if smaller.fitting > room.fitting:
-            plan = tight
+            plan = fewer
             room = smaller
     fitting = room.fitting
     limit = f"{show_size(allowed)} {'are free' if memory is None else 'are allowed'}"
-    place = "" if device == "cpu" else " on each GPU"
+    place = " on each GPU"
+    if device == "cpu":
+        place = ""
     if fitting < 1:
         raise ValueError(
             f"the weights take {show_size(room.weights)}{place} and {limit}; give more memory or another model"
@@ -325,7 +334,7 @@ def choose_cache(
 
 @dataclass(frozen=True)
 class Capacity:
-    """How many texts a cache holds at a time.
+    """Texts that a cache holds at a time.
 
     Attributes:
         blocks: of the cache.
@@ -346,7 +355,6 @@ class Capacity:
 
     @classmethod
     def of(cls, plan: Plan, blocks: int, max_batch: int, device: str = "cpu") -> Capacity:
-        """That of a cache of so many blocks."""
         sizes = footprint(plan)
         windows = sizes.groups.windows
         longest = longest_text(blocks, windows, plan.max_tokens)
@@ -355,12 +363,12 @@ class Capacity:
         return cls(blocks, windows, longest, max_batch, PASS_TOKENS[device], weights, cache)
 
     def texts(self, tokens: int) -> int:
-        """How many texts of so many tokens, prompt and output, there is room for; up to `max_batch`, and at least 1."""
+        """Count the texts of so many tokens that there is room for; up to `max_batch`, and at least 1."""
         left = self.blocks - pass_blocks(min(tokens, self.pass_tokens), self.windows)
         return max(1, min(self.max_batch, left // text_blocks(tokens, self.windows)))
 
     def line(self) -> str:
-        """What to tell the user."""
+        """Tell the user."""
         all_ = self.texts(self.longest)
         found = f"{all_} {'text' if all_ == 1 else 'texts'} of up to {self.longest} tokens"
         tokens = self.longest
@@ -372,12 +380,12 @@ class Capacity:
 
 
 class _Room(NamedTuple):
-    """What one machine's CPU, or the GPU that holds the most, has room for.
+    """Room of one machine's CPU, or of the GPU that holds the most.
 
     Attributes:
         weights, block: bytes of the weights, and of a block of the cache.
-        fitting: how many blocks fit beside the weights, and beside the buffers that they need.
-        wanted: how many as many of the longest texts take as are computed together.
+        fitting: blocks that fit beside the weights and their buffers.
+        wanted: blocks of as many of the longest texts as are computed together.
     """
 
     weights: int
@@ -387,11 +395,6 @@ class _Room(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan, device: str, here: int, max_batch: int, allowed: int, drafts: int) -> _Room:
-        """What a plan has, of so many bytes.
-
-        Args:
-            here: how many ranks share the memory of this machine's CPU.
-        """
         sizes = footprint(plan)
         weights, block, buffers, copies = (
             sum(sorted(each)[-here:]) if device == "cpu" else max(each)

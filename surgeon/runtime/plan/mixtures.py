@@ -1,12 +1,9 @@
-"""How ranks share a mixture of experts: each some whole experts, or each some neurons of every expert.
+"""Mixtures of experts on ranks: each has some whole experts, or some neurons of every expert.
 
-Either way a step is one reduction: a rank adds what its experts, or its neurons of them, make of the tokens that the
-router sends there. The router is whole on every rank, and shared experts are always sliced.
-
-Slices are even whatever the router says, and read a little of every expert of a token. Where experts are divided, the
-rank with most of a token's experts is waited for, which on two ranks reads 1.4 times as much for two experts of eight,
-in fewer and wider matrices. So they are divided only where slices do not come out even, and where matrices are two
-factors, of which every rank would have one whole.
+Either way a step is one reduction. The router is whole on every rank, and shared experts are always sliced. Slices are
+even whatever the router says; where experts are divided, the rank with most of a token's experts is waited for, which
+on two ranks reads 1.4 times as much for two experts of eight. So they are divided only where slices do not come out
+even, and where matrices are two factors, of which every rank would have one whole.
 """
 
 from __future__ import annotations
@@ -19,11 +16,11 @@ from surgeon.language.sublayer import FEED_FORWARD, Sublayer
 
 
 class WholeExperts(NamedTuple):
-    """What a rank has of a mixture whose experts are divided.
+    """A rank's part of a mixture whose experts are divided.
 
     Attributes:
         of: the mixture, or the slice of one, that ranks share.
-        own: which of its experts, by their places in it.
+        own: places of its experts in it.
     """
 
     of: Sublayer
@@ -31,7 +28,7 @@ class WholeExperts(NamedTuple):
 
 
 class MixtureSize(NamedTuple):
-    """How many experts a layer has, and how many neurons each of them."""
+    """A layer's experts, and the neurons of each."""
 
     experts: int
     neurons: int
@@ -39,7 +36,7 @@ class MixtureSize(NamedTuple):
 
 @dataclass(frozen=True)
 class Mixtures:
-    """A model's mixtures, and how ranks share one.
+    """A model's mixtures, and their division among ranks.
 
     Attributes:
         sizes: by layer, None where it is no mixture; nothing if none is.
@@ -53,7 +50,7 @@ class Mixtures:
         return cls(sizes if any(sizes) else ())
 
     def size(self, sublayer: Sublayer) -> MixtureSize | None:
-        """Of a sublayer before it is sliced; None where it is no mixture."""
+        """The size of a sublayer before it is sliced; None where it is no mixture."""
         if sublayer.kind != FEED_FORWARD or not self.sizes:
             return None
         size = self.sizes[sublayer.layers[0]]
@@ -62,11 +59,7 @@ class Mixtures:
         return size._replace(experts=len(sublayer.experts))
 
     def whole_experts(self, part: Sublayer, members: int) -> WholeExperts | None:
-        """The experts that one of some ranks has, if they divide a mixture's experts among them.
-
-        Args:
-            part: the slice of the mixture that is this rank's, if they slice it.
-        """
+        """The experts of one of so many ranks, if they divide a mixture's experts and not its neurons."""
         size = self.size(part)
         if size is None or part.piece is None or members == 1:
             return None

@@ -1,8 +1,8 @@
-"""The compiler from a program and a number of ranks to what each rank computes.
+"""The compiler from a program and a number of ranks to each rank's work.
 
-Every system, whatever its name, is placed by the two rules below. What a rank computes of a step is again a tuple of
-sublayers, only thinner ones (rank 0 of 2 computes `A4/2:0` of `A4`), so that reading weights, caches and arithmetic
-know slices of sublayers and nothing else. This module knows neither tensors nor processes.
+Every system, whatever its name, is placed by two rules (`placed_parts`, `assigned_branches`). A rank's part of a step
+is again a tuple of sublayers, only thinner ones (rank 0 of 2 computes `A4/2:0` of `A4`), so that reading weights,
+caches and arithmetic know slices of sublayers and nothing else. This module knows neither tensors nor processes.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Group = tuple[int, ...]  # ranks that share a piece of work, in ascending order
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank computes of one sublayer.
+    """A rank's part of one sublayer.
 
     Attributes:
         sublayer: the slice of it that this rank computes.
-        index: which of the step's sublayers it belongs to.
-        slot: for attentions, which cache slot of the rank it uses (an attention that occurs twice has two).
+        index: of the sublayer in the step.
+        slot: for attentions, their cache slot on the rank (an attention that occurs twice has two).
         sharers: the ranks that compute slices of the same sublayer of the step, this one among them.
     """
 
@@ -38,7 +38,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Work:
-    """What one rank computes of one step of the program."""
+    """One rank's part of one step of the program."""
 
     step: Step
     parts: tuple[Part, ...]
@@ -50,11 +50,7 @@ class Work:
 
 
 def rank_work(program: Program, rank: int, ranks: int, sliced: bool = False) -> tuple[Work, ...]:
-    """What this rank computes, in the order in which the executor comes to it.
-
-    Args:
-        sliced: whether every rank of a step takes a slice of each of its sublayers (`Plan.sliced`).
-    """
+    """A rank's work, in the order in which the executor comes to it."""
     work: list[Work] = []
     slots = 0
     for step, group in _visits(program.nodes, rank, tuple(range(ranks))):
@@ -70,12 +66,12 @@ def rank_work(program: Program, rank: int, ranks: int, sliced: bool = False) -> 
 
 
 def work_of(plan: Plan, rank: int) -> tuple[Work, ...]:
-    """What a rank computes of a plan's program."""
+    """A rank's work on a plan's program."""
     return rank_work(Program.parse(plan.program), rank, plan.ranks, plan.sliced)
 
 
 def computed_of(plan: Plan, work: Work, part: Part) -> Sublayer:
-    """What a rank computes of a part's sublayer: its slice, or in the paper's Base some rank columns of the whole.
+    """The sublayer that a rank computes for a part: its slice, or in the paper's Base some rank columns of the whole.
 
     Base is for sublayers of which every matrix is two factors; others, and mixtures, are shared as in every other way.
     """
@@ -93,9 +89,9 @@ def whole_experts(plan: Plan, part: Part) -> WholeExperts | None:
 
 
 def norm_sums(plan: Plan) -> int:
-    """How often ranks tell each other in a pass how large their queries and keys are, on the rank that does so most.
+    """Count the sums of queries' and keys' sizes in a pass, on the rank with most.
 
-    They do where these are normed together, in each attention of which a rank has some heads.
+    Ranks sum them where queries and keys are normed together, in each attention of which they have some heads.
     """
     if not plan.family.attention.joins_heads:
         return 0
@@ -110,17 +106,12 @@ def norm_sums(plan: Plan) -> int:
 def placed_parts(
     step: Step, member: int, members: int, sliced: bool = False
 ) -> tuple[tuple[tuple[int, Sublayer], ...], range]:
-    """What one member of a group of ranks computes of a step, with the numbers of the sublayers in the step.
+    """A member's part of a step, with the numbers of the sublayers in it, and the members that share these.
 
-    Sublayers of one kind are placed whole: on groups of members, one sublayer each, where there are fewer of them
-    (an LP pair on two ranks: one layer per rank; on four: two ranks per layer), or several per member. Where neither
-    divides, and where the kinds differ (attention || MLP, whose costs differ), every member takes a slice of each.
-
-    Args:
-        sliced: whether every member takes a slice of each, whatever their kinds.
-
-    Returns:
-        And the members that compute slices of the same sublayers, this one among them.
+    Sublayers of one kind are placed whole: on groups of members, one sublayer each, where there are fewer of them (an
+    LP pair on two ranks: one layer per rank; on four: two ranks per layer), or several per member. Where neither
+    divides, where the kinds differ (attention || MLP, whose costs differ), and if `sliced`, every member takes a slice
+    of each.
     """
     sublayers = step.sublayers
     count = len(sublayers)

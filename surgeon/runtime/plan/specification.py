@@ -1,4 +1,4 @@
-"""What the ranks have to know of a model and the program it is to run."""
+"""The ranks' knowledge of a model and the program it is to run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal, TypedDict
 
 from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION, Sublayer
-from surgeon.models.families import FAMILIES, Family
+from surgeon.models.families import Family
 from surgeon.models.families.specs import Growth, Latent
 from surgeon.models.routing import Routing
 from surgeon.runtime.batching.sequence import LongTexts
@@ -17,9 +17,9 @@ from surgeon.runtime.batching.windows import blocks_for, power_of_two
 from surgeon.runtime.kernels.triton import used_on
 from surgeon.runtime.plan.mixtures import NO_MIXTURES, Mixtures
 
-# Decode passes are computed like all others (dynamic: on CPUs), in a few fixed shapes (static), or in these shapes
-# recorded as CUDA graphs (captured: on GPUs whose collectives can be); auto is what fits the device best.
-Decoding = Literal["auto", "dynamic", "static", "captured"]
+# Decode passes are computed like all others (dynamic) or in a few fixed shapes (static); auto is dynamic on CPUs, and
+# static on GPUs, where such passes are recorded as CUDA graphs if the collectives can be.
+Decoding = Literal["auto", "dynamic", "static"]
 
 # Whether passes are computed in two halves, one while the other's reductions are on their way (model/dynamic.py):
 # all that can be (on), or none (off).
@@ -35,20 +35,20 @@ LowRankMode = Literal["auto", "gather", "replicate", "base"]
 # What is kept in the cache of attentions whose k and v are two factors each: keys and values of this rank's heads
 # (full), or what the first factors give, the same on every rank that shares the sublayer, of which keys and values are
 # made again whenever they are read (lowrank). Auto is full as long as the cache that is asked for fits into memory so;
-# otherwise, if more tokens fit then, it is lowrank in those attentions where that is fewer numbers of a token.
+# otherwise, if more tokens fit then, it becomes "fewer": lowrank in those attentions where that is fewer numbers of a
+# token.
 KvMode = Literal["auto", "full", "lowrank"]
 
 
 class Ways(TypedDict, total=False):
-    """How ranks compute a program; each is "auto" where it is left out.
+    """The ways in which ranks compute a program; each is "auto" where it is left out.
 
     Keys:
         dtype: to compute in, "float32", "bfloat16" or "float16"; auto is that of the stored embedding, but float32 for
             16-bit weights on a CPU.
-        bound: of what queries, keys and values are projected to, if there is one.
-        decoding: how passes that add one token to each text are computed.
-        low_rank: how ranks share matrices that are two factors.
-        kv: what is cached of attentions whose k and v are two factors each.
+        decoding: of passes that add one token to each text.
+        low_rank: of matrices that are two factors.
+        kv: of attentions whose k and v are two factors each.
     """
 
     dtype: str
@@ -84,8 +84,8 @@ class Rotary:
     Attributes:
         inverse_frequencies: how far each pair of features turns per position.
         scale: the factor.
-        growth: what it is multiplied by, where that grows.
-        longer: how those turn that are in longer texts, where that is otherwise.
+        growth: of the factor, by position.
+        longer: for texts beyond a length, where these turn otherwise.
     """
 
     inverse_frequencies: tuple[float, ...]
@@ -95,8 +95,49 @@ class Rotary:
 
     @property
     def width(self) -> int:
-        """How many features of a head turn."""
+        """Features of a head that turn."""
         return 2 * len(self.inverse_frequencies)
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """What a configuration says of a model's numbers, and not of its sizes: None for what the model does not do.
+
+    Attributes:
+        epsilon: of all norms.
+        activation: as `transformers` names it.
+        rotaries: different rotary positions.
+        rotary_layers: by layer, its place among these, None for no such; empty where all have the first or none.
+        query_factor: the place of one that turns nothing: a factor on queries before they are turned.
+        attention_scale: of products of queries and keys; None for 1 / sqrt(head_dim).
+        attention_softcap: the bound of scores.
+        embedding_scale, output_scale, logit_scale: factors on embeddings, on each sublayer's output, on logits.
+        logit_softcap: the bound of scaled logits.
+        routing: how mixtures choose experts.
+        clamped_gate: alpha and limit of experts with clamped gates (gpt-oss), in place of their activation.
+    """
+
+    epsilon: float = 0.0
+    activation: str = ""
+    rotaries: tuple[Rotary, ...] = ()
+    rotary_layers: tuple[int | None, ...] = ()
+    query_factor: int | None = None
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    embedding_scale: float | None = None
+    output_scale: float | None = None
+    logit_scale: float | None = None
+    logit_softcap: float | None = None
+    routing: Routing | None = None
+    clamped_gate: tuple[float, float] | None = None
+
+    def rotary_of(self, attention: Sublayer) -> int | None:
+        """Find an attention's place in `rotaries`; averaged layers have the first one's."""
+        if self.rotary_layers:
+            return self.rotary_layers[attention.layers[0]]
+        if self.rotaries:
+            return 0
+        return None
 
 
 @dataclass(frozen=True)
@@ -105,83 +146,52 @@ class Plan:
 
     Attributes:
         folder: the checkpoint.
-        model_type: names the family.
         program: as text.
         ranks: how many ranks run it.
         head_dim: the width of one head.
-        epsilon: of all norms.
-        activation: as `transformers` names it.
-        rotaries: the rotary positions that its attentions have; none for families with learned positions.
         hidden: the width of the stream.
         vocabulary: rows of the embedding.
-        layers: how many layers the checkpoint holds.
+        layers: of the checkpoint.
         max_tokens: prompt and output together; caches are allocated for them.
         tied: whether the head's weight is the embedding.
-        ends: token ids that end a text.
         dtype: to compute in, by its name in torch ("float32").
-        attention_scale: what products of queries and keys are multiplied by; None for 1 / sqrt(head_dim).
-        attention_softcap: the bound of attention scores, if any.
+        ends: token ids that end a text.
         windows: how many tokens each layer's attention looks at, the token's own among them; None for all.
-        embedding_scale: what embeddings are multiplied by, if anything.
-        output_scale: what the output of every sublayer is multiplied by before it is added, if anything.
-        logit_scale: what output logits are multiplied by, if anything.
-        logit_softcap: the bound of output logits after that, if any.
-        rotary_layers: which of the rotary positions each layer's attention has, None for no such; all have the first
-            (if there is any) where it is empty.
-        query_factor: which of the rotary positions turns nothing, and is a factor on queries before they are turned.
+        mixtures: of experts, and how ranks share them.
+        latent: the sizes of latent attentions.
         decoding: how passes that add one token to each text are computed.
         halves: which passes are computed in two halves that take turns.
         low_rank: how ranks share matrices that are two factors.
-        kv: what is kept in the cache of attentions whose k and v are two factors each.
-        tight: whether memory is the limit: the cache that is asked for would not fit with whole keys and values.
-        mixtures: which layers are mixtures of experts, and how ranks share one.
-        routing: how mixtures choose experts, if there are any.
-        clamped_gate: alpha and limit of experts whose gates are clamped (gpt-oss), in place of their activation.
-        latent: the sizes of attentions, where they are latent ones.
-        described: the architecture, where the model type alone does not say it (checkpoints in the fused form).
+        kv: what is cached of attentions whose k and v are two factors each.
         sliced: whether every rank takes a slice of each sublayer of a step, also where it could have whole ones: as the
             ranks have them of a program that runs beside.
-        coda: a checkpoint's coda behind this program, its first rack, if it drafts tokens.
-        draft: another program over the same weights that drafts tokens, if any.
-        stretches: after how many nodes of the program each rank's stretch ends, where ranks hold stretches of it, one
-            behind the other (a pipeline); empty where every rank has a share of all. A coda is rank 0's then.
-        stretch: which of the stretches this is, where it is one (`of_rank`); only the first one embeds and predicts.
+        coda: behind this program, a checkpoint's first rack, if it drafts tokens.
+        draft: another program over the same weights that drafts tokens.
+        stretches: after how many nodes of the program each rank's stretch ends, in a pipeline; empty where every rank
+            has a share of all. A coda is rank 0's then.
+        stretch: its number, of a plan for one of these (`of_rank`); only the first one embeds and predicts.
     """
 
     folder: Path
-    model_type: str
+    family: Family
     program: str
     ranks: int
     head_dim: int
-    epsilon: float
-    activation: str
-    rotaries: tuple[Rotary, ...]
     hidden: int
     vocabulary: int
     layers: int
     max_tokens: int
     tied: bool
-    ends: tuple[int, ...]
     dtype: str
-    attention_scale: float | None = None
-    attention_softcap: float | None = None
+    arithmetic: Arithmetic = Arithmetic()
+    ends: tuple[int, ...] = ()
     windows: tuple[int | None, ...] = ()
-    embedding_scale: float | None = None
-    output_scale: float | None = None
-    logit_scale: float | None = None
-    logit_softcap: float | None = None
-    rotary_layers: tuple[int | None, ...] = ()
-    query_factor: int | None = None
+    mixtures: Mixtures = NO_MIXTURES
+    latent: Latent | None = None
     decoding: Decoding = "auto"
     halves: HalvesMode = "off"
     low_rank: LowRankMode = "auto"
-    kv: KvMode = "auto"
-    tight: bool = False
-    mixtures: Mixtures = NO_MIXTURES
-    routing: Routing | None = None
-    clamped_gate: tuple[float, float] | None = None
-    latent: Latent | None = None
-    described: Family | None = None
+    kv: KvMode | Literal["fewer"] = "auto"
     sliced: bool = False
     coda: CodaPlan | None = None
     draft: DraftPlan | None = None
@@ -189,7 +199,7 @@ class Plan:
     stretch: int | None = None
 
     def of_rank(self, rank: int) -> tuple[Plan, int]:
-        """The plan by which a rank computes, and which rank of that it is: of a pipeline its stretch, on one rank."""
+        """The plan by which a rank computes, and its rank in that: of a pipeline its stretch, on one rank."""
         if not self.stretches:
             return self, rank
         first, end = (0, *self.stretches)[rank : rank + 2]
@@ -204,10 +214,6 @@ class Plan:
         return own, 0
 
     @property
-    def family(self) -> Family:
-        return self.described or FAMILIES[self.model_type]
-
-    @property
     def dtype_bytes(self) -> int:
         bits = re.search(r"\d+", self.dtype)
         assert bits is not None, f"{self.dtype} is no dtype of floating-point numbers"
@@ -216,35 +222,27 @@ class Plan:
     @property
     def long_texts(self) -> LongTexts | None:
         """Texts that turn otherwise than short ones, if there are such."""
-        longer = [rotary.longer for rotary in self.rotaries if rotary.longer is not None]
+        longer = [rotary.longer for rotary in self.arithmetic.rotaries if rotary.longer is not None]
         if not longer:
             return None
         beyond = {one.beyond for one in longer}
         by_length = len(beyond) > 1 or any(one.stretch for one in longer)
         return LongTexts(min(beyond), by_length, self.family.positions.computes_anew)
 
-    def rotary_of(self, attention: Sublayer) -> int | None:
-        """Which of the rotary positions an attention has, if any; of averaged layers as the first one's has."""
-        if self.rotary_layers:
-            return self.rotary_layers[attention.layers[0]]
-        if self.rotaries:
-            return 0
-        return None
-
     def window(self, attention: Sublayer) -> int | None:
-        """How many tokens an attention looks at, None for all; of averaged layers the first one's, as everywhere."""
+        """How many tokens an attention looks at, None for all; averaged layers have the first one's."""
         if self.windows:
             return self.windows[attention.layers[0]]
         return None
 
     def exchanges(self, sublayer: Sublayer) -> bool:
-        """Whether ranks that share a sublayer send each other something before it is summed."""
+        """Tell whether ranks that share a sublayer send each other something before it is summed."""
         spec = self.family.spec(sublayer.kind, sublayer.layers[0])
         return spec.joins_heads or (bool(sublayer.ranks) and self.mixtures.size(sublayer) is None)
 
     @property
     def can_be_low_rank(self) -> bool:
-        """Whether there is an attention that can keep what its first factors of k and v give.
+        """Whether there is an attention that can keep its first factors' output of k and v.
 
         Of keys that are normed together with those of other ranks these say too little.
         """
@@ -252,36 +250,28 @@ class Plan:
         return not self.family.attention.joins_heads and any(map(factor_sizes, attentions))
 
     def kept_factors(self, attention: Sublayer, kv_heads: int) -> tuple[int, int] | None:
-        """How many numbers the first factors of k and v give where an attention keeps these; None for keys and values.
-
-        Args:
-            attention: what a rank computes of it.
-            kv_heads: how many of them that has.
-        """
+        """Sizes of the first factors' output of k and v where an attention keeps it; None for keys and values."""
         sizes = factor_sizes(attention)
         if sizes is None or self.kv == "full" or self.family.attention.joins_heads:
             return None
-        saves = self.tight and sum(sizes) < 2 * kv_heads * self.head_dim
-        if self.kv == "lowrank" or saves:
+        saves = sum(sizes) < 2 * kv_heads * self.head_dim
+        if self.kv == "lowrank" or (self.kv == "fewer" and saves):
             return sizes
         return None
 
     def is_static(self, device: str) -> bool:
-        """Whether passes that add one token to each text have fixed shapes on such a device, "cpu" or "cuda"."""
+        """Tell whether passes that add one token to each text have fixed shapes on such a device, "cpu" or "cuda"."""
         chosen = self.decoding == "auto" and device == "cuda" and not self.coda
-        return self.decoding in ("static", "captured") or chosen
+        return self.decoding == "static" or chosen
 
     def gathers(self, device: str) -> bool:
-        """Whether passes of fixed shapes copy keys and values of all texts: on GPUs, where there are no kernels."""
+        """Tell whether passes of fixed shapes copy all texts' keys and values: on GPUs without kernels."""
         return self.is_static(device) and not used_on(device)
 
     def read_at_once(self, device: str, texts: int) -> tuple[int, int]:
-        """How many texts an attention reads at a time, and at most how many blocks of each.
+        """The texts that an attention reads at a time, and the most blocks of each.
 
         Passes of fixed shapes read all texts at once, and both numbers are powers of two.
-
-        Args:
-            texts: that are computed together.
         """
         blocks = blocks_for(self.max_tokens)
         if self.is_static(device):
@@ -324,7 +314,7 @@ class DraftPlan:
 
 
 def factor_sizes(sublayer: Sublayer) -> tuple[int, int] | None:
-    """The ranks of the matrices k and v of an attention where both are two factors."""
+    """The ranks of an attention's k and v where both are two factors."""
     k = sublayer.rank("k")
     v = sublayer.rank("v")
     if sublayer.kind != ATTENTION or k is None or v is None:
@@ -333,7 +323,7 @@ def factor_sizes(sublayer: Sublayer) -> tuple[int, int] | None:
 
 
 def require_low_rank(*plans: Plan) -> None:
-    """Refuse plans that cannot be run with `Plan.kv` "lowrank", if none of them can."""
+    """Refuse `Plan.kv` "lowrank" if none of the plans can be run with it."""
     if any(plan.can_be_low_rank for plan in plans):
         return
     family = plans[0].family

@@ -1,8 +1,8 @@
 """The plan of a model whose layers lie on ranks one behind the other: a pipeline.
 
-Each rank has a stretch of the program's nodes, as even as they can be by how many numbers its weights have, the head
-and the coda of the first one among them. A program can be cut before any node but a late step, which would read the
-stream as it was within the rank before. Where codas draft, the first stretch is the checkpoint's first rack.
+Each rank has a stretch of the program's nodes, as even as they can be by the numbers of its weights, the head and the
+coda of the first one among them. A program can be cut before any node but a late step. Where codas draft, the first
+stretch is the checkpoint's first rack.
 """
 
 from __future__ import annotations
@@ -16,24 +16,20 @@ from surgeon.checkpoint.random_weights import open_weights
 from surgeon.checkpoint.tensor_file import TensorFiles
 from surgeon.language.program import Program, Step
 from surgeon.models.weights import ModelWeights
-from surgeon.runtime.plan.codas import first_rack
+from surgeon.runtime.plan.drafts import first_rack
 from surgeon.runtime.plan.memory import Sizes, numbers_of
 from surgeon.runtime.plan.specification import Plan
 from surgeon.words import plural
 
 
 def with_stretches(plan: Plan, ranks: int, drafts: bool) -> Plan:
-    """A plan of one rank as one of so many, each of which has a stretch of the program; of one rank the plan itself.
-
-    Args:
-        drafts: whether the coda of the checkpoint's first rack is to draft, if it has one.
-    """
+    """Divide a plan of one rank into stretches for so many; the coda of the first rack may draft, if it has one."""
     if ranks == 1:
         return plan
-    if plan.decoding in ("static", "captured"):
+    if plan.decoding == "static":
         raise ValueError(
-            f"ranks with stretches of the program compute passes as they come, which decoding {plan.decoding} cannot; "
-            "use decoding auto or dynamic"
+            "ranks with stretches of the program compute passes as they come, which decoding static cannot; use "
+            "decoding auto or dynamic"
         )
     if ranks > plan.layers:
         raise ValueError(
@@ -46,12 +42,17 @@ def with_stretches(plan: Plan, ranks: int, drafts: bool) -> Plan:
     first = 0
     if drafts and read_codas(plan.folder, check_weights=False) is not None:
         first, coda = first_rack(plan)
-        plan = replace(plan, rotaries=coda.plan.rotaries, coda=coda)
+        arithmetic = replace(plan.arithmetic, rotaries=coda.plan.arithmetic.rotaries)
+        plan = replace(plan, arithmetic=arithmetic, coda=coda)
     late = [place for place, node in enumerate(program.nodes) if isinstance(node, Step) and node.late]
     cuts = [place for place in range(max(1, first), len(program)) if place not in late]
     if len(cuts) < ranks - 1:
-        where = f" behind the first {first}, which the coda is for" if first else ""
-        why = "; a late step reads the stream as it was within the stretch before it" if late else ""
+        where = ""
+        if first:
+            where = f" behind the first {first}, which the coda is for"
+        why = ""
+        if late:
+            why = "; a late step reads the stream as it was within the stretch before it"
         raise ValueError(
             f"the program's {plural(len(program), 'node')} split into stretches for {plural(len(cuts) + 1, 'rank')} at "
             f"most{where}, not for {ranks}{why}; use fewer ranks, or the model's own program"
@@ -66,7 +67,7 @@ def with_stretches(plan: Plan, ranks: int, drafts: bool) -> Plan:
 
 
 def even_stretches(costs: Sequence[int], cuts: Sequence[int], ranks: int, first: int = 0) -> tuple[int, ...]:
-    """After how many nodes each of some stretches ends, so that the most costly one costs least.
+    """The node after which each stretch ends, so that the most costly one costs least.
 
     Args:
         costs: of each node.

@@ -1,7 +1,4 @@
-"""Rank 0's side of the work on some requests: it decides what each pass computes, and chooses tokens.
-
-First what it, the other ranks and the starting process tell each other.
-"""
+"""Rank 0's side of the work on some requests: it plans each pass and chooses tokens; and the ranks' messages."""
 
 from __future__ import annotations
 
@@ -57,11 +54,7 @@ RECORDING_SECONDS = 60.0
 
 
 class Leader:
-    """Rank 0's side of the work on some requests.
-
-    Args:
-        sender: to the other ranks.
-    """
+    """Rank 0's side of the work on some requests."""
 
     def __init__(
         self, engine: RankEngine, cache: PagedCache, blocks: int, limits: Limits, sender: Sender | Ring
@@ -75,7 +68,7 @@ class Leader:
         self._sampler = Sampler(engine.plan.vocabulary, engine.device)  # where the likeliest token is not enough
 
     def record_ahead(self, seconds: float = RECORDING_SECONDS) -> None:
-        """Have passes recorded that texts will come to, as many as the seconds suffice for; the rest when they come."""
+        """Record passes that texts will come to, as many as the seconds suffice for; the rest when they come."""
         passes = self.engine.passes_to_record(self.cache, self.scheduler.limits.max_batch)
         end = time.monotonic() + seconds
         for rows in passes:
@@ -95,7 +88,7 @@ class Leader:
         return self.scheduler.cancel(request)
 
     def step(self) -> list[Output]:
-        """One pass on all ranks, the passes before it that draft tokens for it, and what it brings."""
+        """Compute one pass on all ranks, after the passes that draft tokens for it."""
         began = time.perf_counter()
         chunks = self.scheduler.plan()
         planned = time.perf_counter() - began  # with what is drafted, which may take long to choose
@@ -110,24 +103,24 @@ class Leader:
         chosen = self._choose(chunks, drafts, results)
         if self.scheduler.ahead is not None:
             single = all(row.start and len(row.tokens) == 1 for row in rows)
+            tokens = sum(len(row.tokens) for row in rows)
+            seconds = time.perf_counter() - began
             if single:
-                note = self.scheduler.ahead.note_pass
+                self.scheduler.ahead.note_pass(tokens, seconds)
             else:
-                note = self.scheduler.ahead.prompts.note
-            note(sum(len(row.tokens) for row in rows), time.perf_counter() - began)
+                self.scheduler.ahead.prompts.note(tokens, seconds)
         outputs = self.scheduler.advance(chunks, chosen, results.scores)
         self._note(outputs)
         return outputs
 
     def _note(self, outputs: list[Output]) -> None:
-        """Count new tokens, and forget the texts that have ended."""
-        self.engine.model.counts.new += sum(output.token is not None for output in outputs)
+        self.engine.model.peers.counts.new += sum(output.token is not None for output in outputs)
         for output in outputs:
             if output.finish_reason is not None:
                 self._sampler.remove(output.request)
 
     def _draft(self, chunks: list[ScheduledChunk]) -> list[list[int]]:
-        """The tokens drafted for each chunk; none for most, or those with the most of them come first.
+        """Draft tokens for each chunk; none for most, or those with the most of them come first.
 
         A draft with keys of its own has a pass of chunks that only make up for what it has missed.
         """
@@ -150,12 +143,15 @@ class Leader:
                 drafts[place].append(next(tokens[chunks[place].wanted]))
             if (ahead := self.scheduler.ahead) is not None:
                 count = sum(len(row.tokens) for row in rows)
-                note = ahead.note_draft if count == len(rows) else ahead.note_missed
-                note(count, time.perf_counter() - began)
+                seconds = time.perf_counter() - began
+                if count == len(rows):
+                    ahead.note_draft(count, seconds)
+                else:
+                    ahead.note_missed(count, seconds)
         return drafts
 
     def _look_up(self, chunks: list[ScheduledChunk]) -> tuple[list[ScheduledChunk], list[list[int]]]:
-        """The chunks with as many drafts as were found in their own texts, and these."""
+        """Look up drafts in the chunks' own texts, and give the chunks with as many as were found."""
         began = time.perf_counter()
         drafts = [
             chunk.sequence.lookup.drafts(chunk.sequence.tokens, chunk.drafts) if chunk.drafts else []
@@ -169,9 +165,9 @@ class Leader:
         return [chunk._replace(drafts=len(found)) for chunk, found in zip(chunks, drafts, strict=True)], drafts
 
     def _choose(self, chunks: list[ScheduledChunk], drafts: list[list[int]], results: Results) -> list[list[Choice]]:
-        """The next tokens of every chunk that wants one: the drafted ones that are right, and one more.
+        """Choose the next tokens of every chunk that wants one: the right drafts, and one more.
 
-        That is UNDEFINED where the logits are not finite.
+        UNDEFINED where the logits are not finite.
         """
         likeliest = iter(results.best)
         judged = iter(list[list[Choice]]())
@@ -189,7 +185,7 @@ class Leader:
         return chosen
 
     def progress(self, outputs: list[Output]) -> Progress:
-        """What the starting process is told."""
+        """Report to the starting process."""
         figures = self.engine.figures
         scheduler = self.scheduler
         phases = figures.prefill, figures.decode, figures.drafting
@@ -212,5 +208,5 @@ class Leader:
 
 
 def ids(chunks: Iterable[ScheduledChunk]) -> list[int]:
-    """Those of their requests."""
+    """The ids of their requests."""
     return [chunk.sequence.request.id for chunk in chunks]

@@ -1,18 +1,17 @@
-"""How many ranks there are, on what, and how they are connected; chosen and checked before any of them starts."""
+"""The number of ranks, their device and connection; chosen and checked before any of them starts."""
 
 from __future__ import annotations
 
 import os
 import warnings
 from dataclasses import dataclass
-from typing import get_args
 
 import torch
 
 from surgeon.errors import did_you_mean
 from surgeon.processes.torchrun import ranks_of_this_machine, read_environment
 from surgeon.runtime.comm.link import Link
-from surgeon.runtime.comm.quantised import Compression
+from surgeon.runtime.comm.wires import WIRES
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class RankOptions:
         device: "cpu", or "cuda" for one GPU per rank; "auto" becomes the one that `choose_device` says.
         collectives: as `choose_collectives` takes it, and then what it has chosen.
         link: emulate one of this delay and bandwidth between the ranks.
-        compression: send the reductions of the program's steps as integers of this many bits.
+        compression: send the reductions of the program's steps by this one of WIRES.
 
     Raises:
         ValueError: if there is no rank, the collectives do not fit the device, or the link or compression do not fit
@@ -35,11 +34,11 @@ class RankOptions:
     device: str = "cpu"
     collectives: str = "auto"
     link: Link | None = None
-    compression: Compression | None = None
+    compression: str | None = None
 
     @classmethod
     def of(cls, ranks: int | RankOptions) -> RankOptions:
-        """As given; of a number alone, on GPUs where there is one for each."""
+        """Take options as given; of a number alone, on GPUs where there is one for each."""
         if isinstance(ranks, RankOptions):
             return ranks
         return cls(ranks, "auto")
@@ -76,7 +75,7 @@ def choose_device(wanted: str, ranks: int) -> str:
 
 
 def sees_its_own_gpu() -> bool:
-    """Whether this is one of several processes that see one GPU each, which to them is number 0.
+    """Tell whether this is one of several processes that see one GPU each, which to them is number 0.
 
     Batch systems start them so (`srun --gpus-per-task 1`), and say so by CUDA_VISIBLE_DEVICES.
     """
@@ -85,9 +84,9 @@ def sees_its_own_gpu() -> bool:
 
 
 def choose_collectives(wanted: str, device: str) -> str:
-    """How ranks talk: "shm" (CPU ranks of one machine), "gloo", "nccl" (GPUs); for "auto" the fastest that fits.
+    """Choose "shm" (CPU ranks of one machine), "gloo" or "nccl" (GPUs); for "auto" the fastest that fits.
 
-    With "none" they do not: what they compute is wrong, and its speed tells what communication costs. Ranks of
+    With "none" ranks do not talk: their results are wrong, and their speed tells the cost of communication. Ranks of
     torchrun's have no memory in common, also where they are on one machine: they inherit nothing from each other.
     """
     fitting: tuple[str, ...] = {"cpu": ("shm", "gloo"), "cuda": ("nccl", "gloo")}[device]
@@ -107,9 +106,8 @@ def choose_collectives(wanted: str, device: str) -> str:
 
 def check_sending(collectives: str, device: str, link: Link | None, compression: str | None) -> None:
     """Refuse an emulated link or a compression that cannot be had."""
-    known = get_args(Compression)
-    if compression is not None and compression not in known:
-        raise ValueError(f"there is no compression {compression!r}; {did_you_mean(compression, known)}")
+    if compression is not None and compression not in WIRES:
+        raise ValueError(f"there is no compression {compression!r}; {did_you_mean(compression, WIRES)}")
     if collectives == "none" and (link is not None or compression is not None):
         raise ValueError("collectives none send nothing; give no link and no compression with them")
     if device == "cuda" and link is not None:

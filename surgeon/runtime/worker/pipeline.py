@@ -1,10 +1,8 @@
-"""What ranks with stretches of a model do: each computes what comes from the rank before, and sends it on.
+"""Ranks with stretches of a model: each computes what comes from the rank before, and sends it on.
 
-Rank 0 has the scheduler, embeds tokens, and goes on with other texts, or with what a coda drafts, while the others
-compute (batching/in_flight.py). The last rank sends the stream back to it, by which it chooses tokens as any rank 0
-does. Passes come back in the order in which they were sent, and as many are on their way as there are ranks. They are
-computed as those of a whole model are: recorded, where they can be. What passes through the stretch of the first rank
-passes through the layers of its coda as well, if it has one, so that both have cached the same tokens.
+Rank 0 has the scheduler, embeds tokens, and goes on with other texts, or with a coda's drafts, while the others compute
+(batching/in_flight.py). The last rank sends the stream back to it, by which it chooses tokens. Streams of the first
+rank's stretch pass through the layers of its coda as well, so that both have cached the same tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from surgeon.runtime.batching.scheduler import Limits, Output
 from surgeon.runtime.batching.sequence import Row, ScheduledChunk, Wanted, asked_of
 from surgeon.runtime.batching.sequence import Sequence as Text
 from surgeon.runtime.batching.windows import Windows
-from surgeon.runtime.comm.collectives import Alone, Counts
+from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.comm.pipes import Ring
 from surgeon.runtime.model.dynamic import DynamicPasses
 from surgeon.runtime.model.engine import RankEngine
@@ -51,7 +49,7 @@ def connect(ranks: Ranks) -> None:
 
 
 def listen(rank: Rank, secret: bytes) -> str | tuple[str, int]:
-    """Runs on a rank: listen for the one before, at a file of this machine or a port of the network interface."""
+    """On a rank: listen for the one before, at a file of this machine or a port of the network interface."""
     interface = rank.settings.location.interface
     if interface is None:
         listening = Listener(family="AF_UNIX", authkey=secret)
@@ -63,7 +61,7 @@ def listen(rank: Rank, secret: bytes) -> str | tuple[str, int]:
 
 
 def join(rank: Rank, addresses: list[str | tuple[str, int]], secret: bytes) -> None:
-    """Runs on a rank that listens: connect; rank 0 is connected to before it connects, so that all get on."""
+    """On a rank that listens: connect; rank 0 is connected to before it connects, so that all get on."""
     following = addresses[(rank.rank + 1) % len(addresses)]
     with rank.engines.pop(LISTENER) as listening:
         if rank.rank:
@@ -81,7 +79,7 @@ ROWS = 1024  # of tokens, whose stream lies always in the same memory, which rec
 
 
 class StretchEngine(RankEngine):
-    """What one rank has of a model whose ranks have stretches of its program.
+    """One rank's engine of a model whose ranks have stretches of its program.
 
     Attributes:
         is_last: whether the next rank is the first one, which asks for some places of the stream only.
@@ -95,17 +93,15 @@ class StretchEngine(RankEngine):
         self._fixed = self.model.vocabulary.like.new_empty(ROWS if rank else 0, plan.hidden)
 
     def cache_division(self) -> tuple[Sequence[int], Windows]:
-        """Those of the whole model, whose texts have the same blocks on all ranks."""
+        """The division of the whole model, whose texts have the same blocks on all ranks."""
         return self._division
 
     @torch.inference_mode()
     def onward(self, rows: list[Row], cache: PagedCache, stream: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """One pass, which extends the cache: the stream behind this rank's stretch, and that behind the coda.
+        """Compute one pass, which extends the cache; the first rank embeds its tokens, others are given a stream.
 
-        Both are (tokens, hidden), the latter without numbers where there is no coda, and what the next pass overwrites.
-
-        Args:
-            stream: before the stretch; None on the first rank, which embeds its tokens.
+        Returns the stream behind this rank's stretch and that behind the coda, (tokens, hidden) each, the latter
+        without numbers where there is no coda; the next pass overwrites both.
         """
         tokens = sum(len(row.tokens) for row in rows)
         way = self._way(rows) if tokens <= ROWS else self.ways[-1]
@@ -117,19 +113,19 @@ class StretchEngine(RankEngine):
 
     @torch.inference_mode()
     def results(self, stream: Tensor, rows: list[Row]) -> Results:
-        """What rows bring, by the stream behind the whole program at the places that they ask for, (places, hidden)."""
+        """Choose by the stream behind the whole program at the places that rows ask for, (places, hidden)."""
         return DynamicPasses(self.model).results(stream, rows, asked_of(rows))
 
     @torch.inference_mode()
     def drafted(self, behind: Tensor) -> list[int]:
         """The likeliest tokens by the stream behind the coda, (rows, hidden); any where the logits are not finite."""
         assert self.model.coda is not None, "only a coda drafts"
-        best = self.model.coda.vocabulary.best(self.model.coda.logits(behind), Counts())
+        best = self.model.coda.vocabulary.best(self.model.coda.logits(behind))
         return [max(0, int(token)) for token in best]
 
 
 class PipelineLeader(Leader):
-    """Rank 0's side of the work on some requests."""
+    """Rank 0's side of the work on some requests, in a pipeline."""
 
     engine: StretchEngine
     scheduler: InFlight
@@ -170,7 +166,7 @@ class PipelineLeader(Leader):
         return outputs
 
     def _take_in(self) -> list[Output]:
-        """The next tokens of the texts of the oldest pass, but of those rows that do not count."""
+        """Take the next tokens of the texts of the oldest pass, but of those rows that do not count."""
         texts, rows = self._flights.popleft()
         _, stream = self._ring.receive()
         results = self.engine.results(stream, rows)
@@ -191,14 +187,14 @@ class PipelineLeader(Leader):
         return outputs
 
     def end(self) -> None:
-        """Take in what is on its way of texts that have ended, and end the other ranks' work."""
+        """Take in the passes of texts that have ended, and end the other ranks' work."""
         while self._flights:
             self._take_in()
         super().end()
 
 
 def relay(rank: Rank, engine: StretchEngine, cache: PagedCache) -> None:
-    """What all ranks but the first do: compute what comes, and send it on, until there is nothing more."""
+    """Compute what comes, and send it on, until there is nothing more: the work of all ranks but the first."""
     assert rank.ring is not None, "ranks with stretches are connected before they work"
     last = engine.is_last
     while True:

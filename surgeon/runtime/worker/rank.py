@@ -1,4 +1,4 @@
-"""What runs in the process of one rank, which `ranks.Ranks` starts (`main`), or torchrun (`be_rank`).
+"""The process of one rank, which `ranks.Ranks` starts (`main`), or torchrun (`be_rank`).
 
 It connects to the other ranks, then runs the functions it is sent, one after the other, until its connection closes.
 """
@@ -30,10 +30,9 @@ from surgeon.processes.children import when_parent_ends
 from surgeon.processes.rendezvous import StoreAddress, end_when_told, find_rank0
 from surgeon.processes.sockets import interface_variables
 from surgeon.processes.torchrun import RankLocation, TorchrunEnvironment
-from surgeon.runtime.comm.collectives import Alone, Collectives, TorchCollectives, Unconnected
+from surgeon.runtime.comm.collectives import Alone, Collectives, Compressed, TorchCollectives, Unconnected
 from surgeon.runtime.comm.link import EmulatedLink
 from surgeon.runtime.comm.pipes import Receiver, Ring, Sender
-from surgeon.runtime.comm.quantised import Compressed
 from surgeon.runtime.comm.shared_memory import SharedMemoryCollectives
 from surgeon.runtime.comm.symmetric_memory import with_symmetric_memory
 from surgeon.runtime.worker.options import RankOptions, sees_its_own_gpu
@@ -45,7 +44,7 @@ _SENDING = threading.Lock()  # a long message is sent in parts
 
 @dataclass(frozen=True)
 class RankSettings:
-    """What a rank is told at its start.
+    """A rank's settings.
 
     Attributes:
         options: those of all ranks.
@@ -62,7 +61,7 @@ class RankSettings:
 
 @dataclass(frozen=True)
 class RankError:
-    """What a rank reports when it cannot go on.
+    """A rank's report that it cannot go on.
 
     Attributes:
         time: of its machine's monotonic clock, which tells a cause from its consequences on other ranks.
@@ -78,13 +77,12 @@ class RankError:
 
 
 class Rank:
-    """What functions that run on a rank are given.
+    """A rank, as functions that run on it are given it.
 
     Attributes:
         collectives: the connection to all ranks.
         engines: by name, for later functions.
-        sender: on rank 0, what it tells all other ranks.
-        receiver: on the other ranks, what they are told.
+        sender, receiver: of messages from rank 0 to all others.
         ring: the connections to the rank before and the next one, once these are there (worker/pipeline.py).
     """
 
@@ -145,7 +143,7 @@ class Rank:
         _send(self._connection, "note", value)
 
     def inbox(self) -> SimpleQueue[Any]:
-        """What the starting process posts from now on; the function that asks for it is the last one of this rank."""
+        """Messages of the starting process from now on; the function that asks for it is the last one of this rank."""
         messages: SimpleQueue[Any] = SimpleQueue()
 
         def read() -> None:
@@ -158,7 +156,7 @@ class Rank:
 
 
 def rank_device(settings: RankSettings) -> torch.device:
-    """What a rank computes on; on GPUs one of its own, or over gloo, which does not mind, one that ranks share."""
+    """The device of a rank: on GPUs one of its own, or over gloo, which does not mind, one that ranks share."""
     device = settings.options.device
     if device == "cpu":
         return torch.device("cpu")
@@ -172,7 +170,7 @@ def rank_device(settings: RankSettings) -> torch.device:
 
 
 def gpu_room(rank: Rank) -> int:
-    """Runs on a rank on a GPU: how many bytes it may take there, where others share the GPU its part of them."""
+    """On a rank on a GPU: how many bytes it may take there, where others share the GPU its part of them."""
     if sees_its_own_gpu():
         sharing = 1
     else:
@@ -196,7 +194,9 @@ def serve(connection: Connection, channel: Sequence[int]) -> None:
     except Exception as error:  # the starting process raises it
         first_line = (str(error).strip() or "no message").split("\n")[0]
         known = isinstance(error, ValueError | OSError)
-        line = first_line if known else f"{type(error).__name__}: {first_line}"
+        line = first_line
+        if not known:
+            line = f"{type(error).__name__}: {first_line}"
         message = RankError(time.monotonic(), isinstance(error, ValueError), line, traceback.format_exc())
         with suppress(OSError):  # when the starting process has gone, too, nobody asks
             _send(connection, "error", message)

@@ -40,16 +40,17 @@ class RankProcess(ABC):
     """The process of one rank.
 
     Attributes:
-        connection: for commands, and what it answers.
-        name: what messages call it.
-        process: how to find it.
+        connection: for commands and answers.
+        name, process: of the rank and its process, in messages.
         lag: seconds by which its machine's monotonic clock lags behind this machine's.
     """
 
     lag = 0.0
 
     def __init__(self, rank: int, location: RankLocation, pid: int, connection: Connection, host: str = "") -> None:
-        where = f" on {host}" if host else ""
+        where = ""
+        if host:
+            where = f" on {host}"
         self.rank = rank
         self.location = location
         self.pid = pid
@@ -63,11 +64,7 @@ class RankProcess(ABC):
 
     @abstractmethod
     def end(self, reason: str | None) -> None:
-        """Make it end at once; it holds nothing that would be lost.
-
-        Args:
-            reason: what has failed, if anything.
-        """
+        """Make it end at once, for this reason if something has failed; it holds nothing that would be lost."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -79,18 +76,11 @@ class RankProcess(ABC):
 
 
 class StartedRank(RankProcess):
-    """A child process."""
+    """A child process; descriptors are those of its pipes (pipes.py) and of the memory that ranks share."""
 
     def __init__(
         self, rank: int, location: RankLocation, folder: Path, channel: Sequence[int], memory: int | None = None
     ) -> None:
-        """Start it.
-
-        Args:
-            folder: of the ranks, where the rank's log will lie.
-            channel: descriptors of its ends of what connects rank 0 with the others (pipes.py).
-            memory: the descriptor of the memory that ranks share.
-        """
         ours, theirs = Pipe()
         with theirs:
             passed = [theirs.fileno(), *channel]
@@ -146,7 +136,7 @@ class JoinedRank(RankProcess):
 
 
 def with_note(error: Failure, note: str) -> Failure:
-    """The error, with a note if there is anything to say."""
+    """Add a note to an error if there is anything to say."""
     if note.strip():
         error.add_note(note)
     return error
@@ -235,7 +225,7 @@ class Ranks(AbstractContextManager["Ranks"]):
 
     @property
     def names(self) -> list[str]:
-        """What messages call the ranks, with their processes and, where torchrun has started them, their machines."""
+        """The ranks in messages, with their processes and, where torchrun has started them, their machines."""
         return [f"rank {process.rank} ({process.process})" for process in self._processes]
 
     @property
@@ -245,14 +235,11 @@ class Ranks(AbstractContextManager["Ranks"]):
     def call(
         self, function: Callable[..., Any], *arguments: Any, notify: Callable[[Any], None] | None = None
     ) -> list[Any]:
-        """Run `function(rank, *arguments)` on every rank at the same time.
+        """Run `function(rank, *arguments)` on every rank at the same time; returns its results by rank.
 
         Args:
             function: one that can be imported by name; it is given the rank's `Rank` first.
             notify: called with every value that a rank's function sends by `Rank.notify`.
-
-        Returns:
-            What it returned, by rank.
         """
         message = function, arguments
         try:
@@ -271,9 +258,7 @@ class Ranks(AbstractContextManager["Ranks"]):
     def kill(self, reason: str | None = None) -> None:
         """End every rank's process; a call in another thread then fails, and cleans up.
 
-        Args:
-            reason: what has failed, if anything; ranks on other machines say it there. Only the first counts: what
-                fails from then on, in whatever thread, fails because the ranks end.
+        Ranks on other machines tell the reason there. Only the first counts: later failures are consequences.
         """
         with self._ending:
             self._end_reason = self._end_reason or (reason,)
@@ -300,11 +285,7 @@ class Ranks(AbstractContextManager["Ranks"]):
         return [results[rank] for rank in range(len(self._processes))]
 
     def _explain(self, process: RankProcess, error: RankError | None) -> Exception:
-        """The error to raise, given the first one noticed: another rank may have failed before and caused it.
-
-        Args:
-            error: what the rank reported; None if it is gone.
-        """
+        """The error to raise, given the first report (None of a rank that is gone): another one may have caused it."""
         if error is None:
             return process.gone()
         errors = {process.rank: error}
@@ -318,9 +299,12 @@ class Ranks(AbstractContextManager["Ranks"]):
                     errors[other.rank] = value
         first = min((self._processes[rank] for rank in errors), key=lambda other: errors[other.rank].time + other.lag)
         error = errors[first.rank]
-        where = f"{first.name}: " if isinstance(first, JoinedRank) else ""  # it may be that machine's fault
-        failure = ValueError(where + error.line) if error.mendable else RankFailed(f"{first.name} failed: {error.line}")
-        return with_note(failure, error.trace)
+        where = ""  # it may be that machine's fault
+        if isinstance(first, JoinedRank):
+            where = f"{first.name}: "
+        if error.mendable:
+            return with_note(ValueError(where + error.line), error.trace)
+        return with_note(RankFailed(f"{first.name} failed: {error.line}"), error.trace)
 
     def close(self, reason: str | None = None) -> None:
         """End every rank, as `kill` does, and wait until it has gone."""
@@ -336,7 +320,7 @@ class Ranks(AbstractContextManager["Ranks"]):
 
 @contextmanager
 def early_ranks(options: RankOptions) -> Iterator[Ranks | None]:
-    """Ranks that start while this process finds out what they are to do, or None where that may be in vain.
+    """Start ranks while this process finds out what they are to do, or none where that may be in vain.
 
     They take seconds to start. So many that they have no core each may turn out too many for the model; those of
     torchrun have started anyway.
@@ -349,7 +333,7 @@ def early_ranks(options: RankOptions) -> Iterator[Ranks | None]:
 
 
 def _ready(processes: list[RankProcess], timeout: float | None) -> list[RankProcess]:
-    """Those that have sent something or are gone; waits until there is one, or the seconds are over."""
+    """Wait for processes that have sent something or are gone, or until the seconds are over."""
     by_connection: dict[object, RankProcess] = {process.connection: process for process in processes}
     return [by_connection[connection] for connection in wait([process.connection for process in processes], timeout)]
 

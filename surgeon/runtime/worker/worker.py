@@ -1,8 +1,8 @@
-"""What ranks do while a model answers requests: rank 0 decides what each pass computes, and all compute it together.
+"""The ranks' work while a model answers requests: rank 0 plans each pass, and all compute it together.
 
-Rank 0 has the scheduler. Before every pass it looks whether the starting process has sent something, plans, and sends
-the rows to the other ranks, which know nothing but those. Tokens are chosen on rank 0 and go to the others as part of
-the next rows. What each pass brings for the requests is sent to the starting process in one message.
+Before every pass rank 0 looks for messages of the starting process, plans, and sends the rows to the other ranks, which
+know nothing but those. Tokens are chosen on rank 0 and go to the others as part of the next rows. Results of each pass
+are sent to the starting process in one message.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ENGINE = "engine"  # the name under which a rank keeps the engine of a single mo
 
 
 def load(rank: Rank, plan: Plan, name: str = ENGINE) -> None:
-    """Runs on a rank: load its slices of a model, and keep the engine under a name."""
+    """On a rank: load its slices of a model, and keep the engine under a name."""
     engine: RankEngine | StretchEngine
     if plan.stretches:
         engine = StretchEngine(plan, rank.rank, rank.device)
@@ -45,7 +45,7 @@ def keep(rank: Rank, name: str, engine: RankEngine) -> None:
 
 
 def unload(rank: Rank, name: str = ENGINE) -> None:
-    """Runs on a rank: forget an engine."""
+    """On a rank: forget an engine."""
     del rank.engines[name]
     gc.unfreeze()  # an engine refers to itself, and is looked for among all that there is
     gc.collect()
@@ -53,7 +53,7 @@ def unload(rank: Rank, name: str = ENGINE) -> None:
 
 
 def forget_cache(rank: Rank, name: str = ENGINE) -> None:
-    """Runs on a rank: give back what an engine keeps for the next texts."""
+    """On a rank: give back what an engine keeps for the next texts."""
     engine: RankEngine = rank.engines[name]
     engine.forget_cache()
 
@@ -61,11 +61,7 @@ def forget_cache(rank: Rank, name: str = ENGINE) -> None:
 def complete(
     rank: Rank, requests: list[Request], blocks: int, limits: Limits, name: str = ENGINE, grouped: bool = False
 ) -> tuple[list[Output], Figures]:
-    """Runs on a rank: work on some requests until all have ended; rank 0 sends what passes bring, and returns all.
-
-    Args:
-        grouped: whether the blocks are those of groups of attentions, as in `serve`.
-    """
+    """On a rank: work on some requests until all have ended; rank 0 sends the progress, and returns all outputs."""
     engine: RankEngine = rank.engines[name]
     engine.figures = Figures()
     engine.pause()
@@ -85,18 +81,14 @@ def complete(
 
 
 def serve(rank: Rank, blocks: int, limits: Limits, pulse_seconds: float) -> None:
-    """Runs on a rank, for ever: work on the requests that the starting process sends.
-
-    Args:
-        pulse_seconds: how often to send a `Pulse`.
-    """
+    """On a rank, for ever: work on the requests that the starting process sends."""
     engine: RankEngine = rank.engines[ENGINE]
     cache = engine.new_cache(blocks, limits.max_batch * (1 + limits.draft_tokens), grouped=True)
 
     def pulse() -> None:  # whatever this rank is doing
         with suppress(OSError):  # the starting process has gone, and this one is about to
             while True:
-                rank.notify(Pulse(rank.rank, engine.model.passes))
+                rank.notify(Pulse(rank.rank, engine.model.program.passes))
                 time.sleep(pulse_seconds)
 
     threading.Thread(target=pulse, daemon=True).start()
@@ -118,7 +110,7 @@ def serve(rank: Rank, blocks: int, limits: Limits, pulse_seconds: float) -> None
 
 
 def leader_of(rank: Rank, engine: RankEngine, cache: PagedCache, blocks: int, limits: Limits) -> Leader:
-    """Rank 0's side of the work on some requests."""
+    """Make rank 0's side of the work."""
     if isinstance(engine, StretchEngine):
         assert rank.ring is not None, "ranks with stretches are connected before they work"
         return PipelineLeader(engine, cache, blocks, limits, rank.ring)
@@ -137,7 +129,7 @@ def _obey(rank: Rank, leader: Leader, message: Request | Cancel | Report) -> Non
 
 
 def follow(rank: Rank, engine: RankEngine, cache: PagedCache) -> None:
-    """What all ranks but the first do: compute the rows they are sent, until there is nothing more."""
+    """Compute the rows that rank 0 sends, until there is nothing more: the work of all other ranks."""
     if isinstance(engine, StretchEngine):
         relay(rank, engine, cache)
         return

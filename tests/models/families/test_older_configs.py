@@ -76,7 +76,7 @@ def test_kinds_of_layers_and_their_positions_follow(name: str, tmp_path: Path) -
     expected = plain_logits(model, dense(whole), IDS)
     assert relative_error(logits_of(model, IDS), expected) < 1e-5
     plan = make_plan(folder, 1, 40)
-    assert len(plan.rotaries) == kinds
+    assert len(plan.arithmetic.rotaries) == kinds
     engine = RankEngine(plan, Alone(), torch.device("cpu"))
     with torch.inference_mode():
         found = torch.cat(list(chunked_logits(engine, list(IDS.split([13, 9, 1], 1)))), 1)

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from surgeon.runtime.comm import symmetric_memory
-from surgeon.runtime.comm.collectives import Collectives, Counts, TorchCollectives
-from surgeon.runtime.comm.quantised import Compressed, Compression
+from surgeon.runtime.comm.collectives import Collectives, Compressed, Counts, TorchCollectives
 from surgeon.runtime.comm.symmetric_memory import Bound, BySize, SideStream, ways_through_memory
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.plan.specification import Plan
@@ -30,7 +29,7 @@ def noise(rank: int, shape: tuple[int, ...]) -> Tensor:
     return values
 
 
-def compressed_sums(rank: Rank, kind: Compression, shape: tuple[int, ...]) -> tuple[list[Tensor], Counts]:
+def compressed_sums(rank: Rank, kind: str, shape: tuple[int, ...]) -> tuple[list[Tensor], Counts]:
     """Reductions through `Compressed`, three in flight: numbers, whole numbers, numbers again."""
     compressed, counts = Compressed(rank.collectives, kind), Counts()
     waits = [

@@ -7,7 +7,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from surgeon.runtime.comm.symmetric_memory import MOST_BYTES, OPERATIONS, Bound, SymmetricSum, allowed, bounds
+from surgeon.runtime.comm.symmetric_memory import (
+    MOST_BYTES,
+    ONE_SHOT_BYTES,
+    OPERATIONS,
+    Bound,
+    SymmetricSum,
+    allowed,
+    bounds,
+)
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 from tests.runtime import on_ranks
@@ -36,12 +44,11 @@ def test_sums_are_the_same_whichever_way_they_go(ranks: Ranks, dtype: torch.dtyp
         assert asked == ["stream of priority -1", *4 * aside, "computed meanwhile", *4 * ["joined"]]
 
 
-def test_the_fastest_way_by_what_was_measured() -> None:
-    one, two = (SymmetricSum(name, 2, "", (torch.empty(0), torch.empty(0))) for name in ("one shot", "two shots"))
-    taken = {64: [1.0, 2.0, 5.0], 256: [2.0, 2.5, 5.0], 1024: [6.0, 4.0, 5.0], 4096: [9.0, 6.0, 5.0]}
-    assert bounds([one, two], taken) == (Bound(256, one), Bound(1024, two))
-    assert bounds([one, two], {64: [1.0, 2.0, 0.5]} | {256: [1.0, 2.0, 3.0]}) == ()
-    assert bounds([one, two], {64: [1.0, 2.0, 3.0]}) == (Bound(64, one),)
+def test_the_way_by_bytes_and_ranks() -> None:
+    one, two, cast = (SymmetricSum(name, 2, "", (torch.empty(0), torch.empty(0))) for name in OPERATIONS)
+    assert bounds([one, two, cast], 2) == (Bound(MOST_BYTES, one),)
+    assert bounds([one, two], 4) == (Bound(ONE_SHOT_BYTES, one), Bound(MOST_BYTES, two))
+    assert bounds([one, two, cast], 8) == (Bound(ONE_SHOT_BYTES, one), Bound(MOST_BYTES, cast))
 
 
 def test_what_the_operations_on_symmetric_memory_take() -> None:

@@ -14,9 +14,8 @@ from torch import Tensor
 from surgeon.benchmarks.passes import PassRecorder
 from surgeon.benchmarks.timing import TimedCollectives
 from surgeon.processes.torchrun import RankLocation, TorchrunEnvironment
-from surgeon.runtime.comm.collectives import Alone, Counts, TorchCollectives, Unconnected
+from surgeon.runtime.comm.collectives import Alone, Compressed, Counts, TorchCollectives, Unconnected
 from surgeon.runtime.comm.link import EmulatedLink, Link
-from surgeon.runtime.comm.quantised import Compressed
 from surgeon.runtime.comm.shared_memory import SLOT_BYTES, SLOTS
 from surgeon.runtime.model.engine import Figures
 from surgeon.runtime.plan.checks import make_plan

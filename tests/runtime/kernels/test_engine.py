@@ -17,7 +17,7 @@ from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.kernels import functions
 from surgeon.runtime.kernels.functions import kernels
 from surgeon.runtime.model.engine import RankEngine
-from surgeon.runtime.model.products import Panels, Transposed
+from surgeon.runtime.model.linear import Panels, Transposed
 from surgeon.runtime.plan.checks import make_plan
 
 FAMILIES = ("llama", "qwen3", "gemma2", "opt", "gpt_neox", "phi3", "gpt_neo", "smollm3", "granite", "mistral")
@@ -37,7 +37,7 @@ def test_the_same_logits(
     found = logits_of(RankEngine(plan, Alone(), torch.device("cpu")))
     monkeypatch.setattr(functions, "kernels", lambda: None)
     without = RankEngine(plan, Alone(), torch.device("cpu"))
-    assert all(getattr(made.norm, "kernels", None) is None for made in without.model.sublayers.values())
+    assert all(getattr(made.norm, "kernels", None) is None for made in without.model.program.sublayers.values())
     expected = logits_of(without)
     assert (found - expected).norm() < 1e-5 * expected.norm()
 

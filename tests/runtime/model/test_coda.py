@@ -19,7 +19,7 @@ from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.comm.pipes import Sender
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.plan.codas import with_coda
+from surgeon.runtime.plan.drafts import with_coda
 from surgeon.runtime.worker.leader import Leader
 from tests.codas import save_codas
 from tests.runtime.model.test_sampling import kept_by_lists

@@ -106,8 +106,10 @@ def test_nothing_is_loaded_twice(tmp_path: Path) -> None:
     saved(tmp_path)
     engine = engine_of(tmp_path, DRAFTS["ladder of pairs"])
     assert engine.drafter is not None
-    assert engine.drafter.model.sublayers.keys() == engine.model.sublayers.keys()
-    assert all(made is engine.model.sublayers[key] for key, made in engine.drafter.model.sublayers.items())
+    assert engine.drafter.model.program.sublayers.keys() == engine.model.program.sublayers.keys()
+    assert all(
+        made is engine.model.program.sublayers[key] for key, made in engine.drafter.model.program.sublayers.items()
+    )
     assert engine.drafter.model.ends is engine.model.ends
     cache = engine.new_cache(2)
     lent = cache.lent([1, 0])

@@ -69,10 +69,11 @@ def test_scaled_rotary_positions(rope: str, tiny_model: Callable[..., Any], tmp_
     model.save_pretrained(tmp_path)
     engine = engine_of(tmp_path)
     assert error_of(engine, model) < TOLERANCE
-    assert len(engine.plan.rotaries) == 1
+    assert len(engine.plan.arithmetic.rotaries) == 1
     # Without the scaling the numbers would be others, so that this test can fail.
     plain = Rotary(tuple(10000.0 ** (-i / 4) for i in range(4)), 1.0)
-    unscaled = RankEngine(replace(engine.plan, rotaries=(plain,)), Alone(), torch.device("cpu"))
+    arithmetic = replace(engine.plan.arithmetic, rotaries=(plain,))
+    unscaled = RankEngine(replace(engine.plan, arithmetic=arithmetic), Alone(), torch.device("cpu"))
     assert rope == "dynamic" or error_of(unscaled, model) > 10 * TOLERANCE
 
 

@@ -18,7 +18,7 @@ from surgeon.runtime.batching.sequence import LEAST_IN_HALF, Row, Targets, Wante
 from surgeon.runtime.comm.collectives import Alone, Counts, Unconnected
 from surgeon.runtime.model.dynamic import HalvedPasses
 from surgeon.runtime.model.engine import RankEngine
-from surgeon.runtime.model.products import laid_out
+from surgeon.runtime.model.linear import laid_out
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import Ranks

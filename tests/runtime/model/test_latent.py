@@ -79,7 +79,9 @@ def test_attentions_of_transformers(name: str, slices: int, plan: Plan) -> None:
         parameter.copy_(1 + 0.3 * noise if "norm" in path else noise / parameter.shape[-1] ** 0.5)
         stored[path] = parameter
     stored["norm.weight"] = torch.ones(HIDDEN)
-    x = torch.nn.functional.rms_norm(torch.randn(1, TOKENS, HIDDEN, generator=generator), (HIDDEN,), None, plan.epsilon)
+    x = torch.nn.functional.rms_norm(
+        torch.randn(1, TOKENS, HIDDEN, generator=generator), (HIDDEN,), None, plan.arithmetic.epsilon
+    )
     positions = torch.arange(TOKENS)[None]
     mask = torch.full((TOKENS, TOKENS), float("-inf")).triu(1)[None, None]
     expected, _ = theirs(x, position_embeddings=turns(x, positions), attention_mask=mask)

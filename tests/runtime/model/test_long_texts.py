@@ -86,7 +86,7 @@ def test_angles_up_to_the_full_length(name: str, tmp_path: Path) -> None:
     for length in (first // 2, first, first + 1, longest):
         places = torch.tensor([0, 1, first // 3, length // 2, length - 1])
         cosine, sine = model.model.rotary_emb(torch.ones(1), position_ids=places[None])
-        found = turned(plan.rotaries[0], places, torch.full_like(places, length), torch.ones(1))
+        found = turned(plan.arithmetic.rotaries[0], places, torch.full_like(places, length), torch.ones(1))
         # transformers computes dynamic frequencies in another order, and a turn is many thousand positions.
         tolerance = 0.02 if plan.long_texts is not None and plan.long_texts.by_length else 1e-6
         half = cosine.shape[-1] // 2

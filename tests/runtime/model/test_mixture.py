@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,11 +30,15 @@ ROUTINGS = {
 }
 
 
+def with_arithmetic(plan: Plan, **changes: Any) -> Plan:
+    return replace(plan, arithmetic=replace(plan.arithmetic, **changes))
+
+
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     folder: Path = tmp_path_factory.mktemp("mixture")
     tiny_model("llama").save_pretrained(folder)
-    return replace(make_plan(folder, 1, 8), routing=ROUTINGS["normalised"])
+    return with_arithmetic(make_plan(folder, 1, 8), routing=ROUTINGS["normalised"])
 
 
 def drawn(biased: bool = False, shared: int = 0, weighed: bool = False, rank: int = 0) -> Tensors:
@@ -67,9 +72,9 @@ def expected(tensors: Tensors, stream: Tensor, plan: Plan, experts: range = rang
     for role in ("gate", "up", "down"):
         if f"{role}.first.weight" in w:
             w[f"{role}.weight"] = w[f"{role}.second.weight"] @ w[f"{role}.first.weight"]
-    x = F.rms_norm(stream.double(), (HIDDEN,), w["norm.weight"], plan.epsilon)
+    x = F.rms_norm(stream.double(), (HIDDEN,), w["norm.weight"], plan.arithmetic.epsilon)
     found = torch.zeros_like(x)
-    routing = plan.routing
+    routing = plan.arithmetic.routing
     assert routing is not None
     for token, one in enumerate(x):
         logits = w["router.weight"] @ one + w.get("router.bias", 0)
@@ -86,8 +91,8 @@ def expected(tensors: Tensors, stream: Tensor, plan: Plan, experts: range = rang
             gate, up = (w[f"{role}.weight"][expert] @ one for role in ("gate", "up"))
             if "gate.bias" in w:
                 gate, up = gate + w["gate.bias"][expert], up + w["up.bias"][expert]
-            if plan.clamped_gate is not None:
-                alpha, limit = plan.clamped_gate
+            if plan.arithmetic.clamped_gate is not None:
+                alpha, limit = plan.arithmetic.clamped_gate
                 gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
                 wide = gate * (alpha * gate).sigmoid() * up
             else:
@@ -128,7 +133,7 @@ KINDS = ["plain", "clamped", "shared", "shared and weighed", "two factors", "two
 @torch.inference_mode()
 def test_every_way(kind: str, routing: str, tokens: int, by_kernels: bool, plan: Plan) -> None:
     """With and without waiting, of all experts and of some."""
-    own = replace(plan, routing=ROUTINGS[routing], clamped_gate=(1.7, 0.4) if kind == "clamped" else None)
+    own = with_arithmetic(plan, routing=ROUTINGS[routing], clamped_gate=(1.7, 0.4) if kind == "clamped" else None)
     biased, shared = kind in ("biased", "clamped") or kind.endswith("biases"), 12 * kind.startswith("shared")
     tensors = drawn(biased, shared, kind.endswith("weighed"), 5 * kind.startswith("two"))
     stream = torch.randn(tokens, HIDDEN)
@@ -161,7 +166,7 @@ def test_a_recorded_mixture_goes_by_what_comes_later(plan: Plan) -> None:
     """Other tokens, that go to other experts, are computed right by what was recorded with the first ones."""
     own_kernels = kernels()
     assert own_kernels is not None
-    own = replace(plan, routing=ROUTINGS["groups"])
+    own = with_arithmetic(plan, routing=ROUTINGS["groups"])
     tensors, stream = drawn(biased=True, shared=12), torch.randn(3, HIDDEN)
     made, recording = MixtureOfExperts(tensors, MIXTURE, own), Recording(own_kernels, Arena())
     assert isinstance(made.experts, KernelExperts)

@@ -13,8 +13,7 @@ from torch import Tensor
 from surgeon.runtime.comm.collectives import Alone
 from surgeon.runtime.kernels import functions
 from surgeon.runtime.model.engine import RankEngine
-from surgeon.runtime.model.linear import Linear
-from surgeon.runtime.model.products import Panels, Transposed, laid_out
+from surgeon.runtime.model.linear import Linear, Panels, Transposed, laid_out
 from surgeon.runtime.plan.checks import make_plan
 from tests.runtime.on_ranks import greedy
 
@@ -90,7 +89,7 @@ def test_a_model_of_packed_weights(tiny_model: Callable[..., Any], tmp_path: Pat
     engine = RankEngine(plan, Alone(), torch.device("cpu"))
     weights = [
         part.product
-        for made in engine.model.sublayers.values()
+        for made in engine.model.program.sublayers.values()
         for part in vars(made).values()
         if isinstance(part, Linear)
     ]

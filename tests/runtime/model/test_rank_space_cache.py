@@ -109,8 +109,8 @@ def test_what_auto_keeps(tmp_path: Path) -> None:
         return list(alone(plan, **changes).model.rebuilds())
 
     assert plan.kv == "auto"
-    assert rebuilt() == rebuilt(kv="full", tight=True) == []
-    assert rebuilt(tight=True) == [0, 2]
+    assert rebuilt() == rebuilt(kv="full") == []
+    assert rebuilt(kv="fewer") == [0, 2]
     assert rebuilt(kv="lowrank") == [0, 1, 2]
 
 

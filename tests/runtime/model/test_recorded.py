@@ -27,9 +27,8 @@ from surgeon.runtime.kernels.functions import kernels
 from surgeon.runtime.kernels.recording import Arena, Recording
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.layers import FeedForward
-from surgeon.runtime.model.linear import Linear
+from surgeon.runtime.model.linear import Linear, laid_out
 from surgeon.runtime.model.paged_cache import PagedCache
-from surgeon.runtime.model.products import laid_out
 from surgeon.runtime.model.recorded import RecordedDecode
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
@@ -204,7 +203,7 @@ def test_what_cannot_be_recorded_is_tried_once(
 ) -> None:
     made, (engine, dynamic) = recordings(monkeypatch), pair
     for one in (engine, dynamic):
-        for sublayer in one.model.sublayers.values():
+        for sublayer in one.model.program.sublayers.values():
             if isinstance(sublayer, FeedForward):
                 monkeypatch.setattr(sublayer, "down", lambda x, own=sublayer.down: own(x).exp().log())
     found = []
@@ -222,7 +221,7 @@ def test_one_size_that_cannot_be_recorded_leaves_the_others(
 ) -> None:
     """As where the sum of a large batch does not fit into what ranks share."""
     made, (engine, _) = recordings(monkeypatch), pair
-    for sublayer in engine.model.sublayers.values():
+    for sublayer in engine.model.program.sublayers.values():
         if isinstance(sublayer, FeedForward):
             monkeypatch.setattr(sublayer, "down", lambda x, own=sublayer.down: own(x) if len(x) < 2 else own(x).exp())
     cache = engine.new_cache(BLOCKS)
@@ -263,7 +262,7 @@ def test_what_is_computed_again_keeps_its_weights(pair: tuple[RankEngine, RankEn
     for engine in pair:
         x, linear = torch.randn(1, 64), Linear([torch.randn(64, 64)], [None])
         with torch.inference_mode():
-            again = engine.model._repeatable(linear, x, linear.by_kernels)
+            again = engine.model.program._repeatable(linear, x, linear.by_kernels)
         there = weakref.ref(linear)
         del linear
         gc.collect()

@@ -29,9 +29,10 @@ from surgeon.models.families import FAMILIES
 from surgeon.models.weights import ModelWeights, NamedTensors
 from surgeon.runtime.comm.collectives import Collectives, Counts
 from surgeon.runtime.model.attending import Pass
+from surgeon.runtime.model.peers import Peers
 from surgeon.runtime.model.program import RankProgram
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.plan.specification import LowRankMode, Plan
+from surgeon.runtime.plan.specification import Arithmetic, LowRankMode, Plan
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 from tests.runtime.on_ranks import logits_in_chunks
@@ -62,8 +63,8 @@ class Wire(Collectives):
 
 def plan_for(way: LowRankMode, program: str) -> Plan:
     sizes = {"hidden": HIDDEN, "vocabulary": 8, "layers": 1, "max_tokens": 8, "head_dim": 128}
-    return Plan(Path(), "llama", program, RANKS, epsilon=1e-5, activation="silu", rotaries=(), tied=True, ends=(),
-                dtype="float32", low_rank=way, **sizes)  # fmt: skip
+    return Plan(Path(), FAMILIES["llama"], program, RANKS, tied=True, dtype="float32", low_rank=way, **sizes,
+                arithmetic=Arithmetic(1e-5, "silu"))  # fmt: skip
 
 
 def weights_without_values() -> ModelWeights:
@@ -83,7 +84,7 @@ def weights_without_values() -> ModelWeights:
 )
 def test_a_layer_of_the_full_size(way: LowRankMode, values: int) -> None:
     wire = Wire()
-    rank = RankProgram(plan_for(way, PROGRAM), wire, torch.device("meta"))
+    rank = RankProgram(plan_for(way, PROGRAM), Peers(wire), torch.device("meta"))
     rank.load(weights_without_values())
     tokens = 3
     stream = torch.empty(tokens, HIDDEN, device="meta")

@@ -79,8 +79,8 @@ def test_a_dtype_and_a_decoding_that_were_asked_for(device: str, saved: Callable
         make_plan(folder, 1, 20, device=device, dtype="bfloat")
     with pytest.raises(ValueError, match="no dtype 'int8' to compute in"):
         make_plan(folder, 1, 20, device=device, dtype="int8")
-    with pytest.raises(ValueError, match=r"no decoding 'capture'; did you mean 'captured'\?"):
-        make_plan(folder, 1, 20, device=device, decoding="capture")
+    with pytest.raises(ValueError, match=r"no decoding 'statick'; did you mean 'static'\?"):
+        make_plan(folder, 1, 20, device=device, decoding="statick")
 
 
 def test_end_tokens_of_the_generation_config_count(saved: Callable[..., Path]) -> None:
@@ -170,14 +170,14 @@ def test_windows_that_cannot_be(saved: Callable[..., Path]) -> None:
 
 def test_layers_without_rotary_positions(saved: Callable[..., Path]) -> None:
     plan = make_plan(saved("smollm3"), 2, 20)
-    assert plan.rotary_layers == (0, None, 0, None)
-    assert [plan.rotary_of(Sublayer("A", (k,))) for k in (0, 3)] == [0, None]
+    assert plan.arithmetic.rotary_layers == (0, None, 0, None)
+    assert [plan.arithmetic.rotary_of(Sublayer("A", (k,))) for k in (0, 3)] == [0, None]
     plan = make_plan(saved("smollm3", no_rope_layers=[0, 0, 0, 0]), 2, 20)
-    assert (plan.rotaries, plan.rotary_layers) == ((), ())
+    assert (plan.arithmetic.rotaries, plan.arithmetic.rotary_layers) == ((), ())
     plan = make_plan(saved("smollm3", no_rope_layers=[1, 1, 1, 1]), 2, 20)
-    assert len(plan.rotaries) == 1
-    assert plan.rotary_layers == ()
-    assert plan.rotary_of(Sublayer("A", (3,))) == 0
+    assert len(plan.arithmetic.rotaries) == 1
+    assert plan.arithmetic.rotary_layers == ()
+    assert plan.arithmetic.rotary_of(Sublayer("A", (3,))) == 0
     folder = saved("smollm3")
     change_config(folder, no_rope_layers=[1, 0, 1])
     with pytest.raises(ValueError, match="no_rope_layers has an entry for each of 3 layers, and there are 4"):
@@ -186,7 +186,12 @@ def test_layers_without_rotary_positions(saved: Callable[..., Path]) -> None:
 
 def test_what_granite_multiplies(saved: Callable[..., Path]) -> None:
     plan = make_plan(saved("granite"), 2, 20)
-    assert (plan.embedding_scale, plan.attention_scale, plan.output_scale, plan.logit_scale) == (3.0, 0.2, 0.4, 0.4)
+    assert (
+        plan.arithmetic.embedding_scale,
+        plan.arithmetic.attention_scale,
+        plan.arithmetic.output_scale,
+        plan.arithmetic.logit_scale,
+    ) == (3.0, 0.2, 0.4, 0.4)
     for name, value in (("logits_scaling", 0), ("residual_multiplier", float("nan"))):
         folder = saved("granite")
         change_config(folder, **{name: value})
@@ -196,15 +201,19 @@ def test_what_granite_multiplies(saved: Callable[..., Path]) -> None:
 
 def test_what_gemma2_adds(saved: Callable[..., Path]) -> None:
     plan = make_plan(saved("gemma2"), 2, 20)
-    assert (plan.attention_softcap, plan.logit_softcap) == (2.0, 3.0)
-    assert plan.attention_scale == pytest.approx(24**-0.5)
-    assert plan.embedding_scale == pytest.approx(32**0.5)
+    assert (plan.arithmetic.attention_softcap, plan.arithmetic.logit_softcap) == (2.0, 3.0)
+    assert plan.arithmetic.attention_scale == pytest.approx(24**-0.5)
+    assert plan.arithmetic.embedding_scale == pytest.approx(32**0.5)
     plan = make_plan(saved("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None), 2, 20)
-    assert (plan.attention_softcap, plan.logit_softcap) == (None, None)
+    assert (plan.arithmetic.attention_softcap, plan.arithmetic.logit_softcap) == (None, None)
     with pytest.raises(ValueError, match="final_logit_softcapping must be above 0, not -1"):
         make_plan(saved("gemma2", final_logit_softcapping=-1.0), 2, 20)
     plan = make_plan(saved("llama"), 2, 20)
-    assert (plan.attention_softcap, plan.logit_softcap, plan.embedding_scale) == (None, None, None)
+    assert (plan.arithmetic.attention_softcap, plan.arithmetic.logit_softcap, plan.arithmetic.embedding_scale) == (
+        None,
+        None,
+        None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -366,7 +375,7 @@ def test_rotary_positions_are_those_of_transformers(
     model = tiny_model(family, rope_parameters=rope)
     model.save_pretrained(tmp_path)
     module = next(found for name, found in model.named_modules() if name.endswith("rotary_emb"))
-    (rotary,) = make_plan(tmp_path, 1, 16).rotaries
+    (rotary,) = make_plan(tmp_path, 1, 16).arithmetic.rotaries
     assert rotary.inverse_frequencies == tuple(module.inv_freq.tolist())
     assert rotary.scale == module.attention_scaling
 

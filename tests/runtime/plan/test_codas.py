@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from surgeon.runtime.batching.windows import BLOCK_TOKENS
 from surgeon.runtime.plan.checks import make_plan
-from surgeon.runtime.plan.codas import with_coda
+from surgeon.runtime.plan.drafts import with_coda
 from surgeon.runtime.plan.memory import footprint
 from surgeon.runtime.plan.specification import Plan
 from tests.codas import save_codas

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from surgeon.models.families import FAMILIES
 from surgeon.runtime.batching.windows import text_blocks
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.memory import LEAST_SAVED, MOST_GROUPS, CacheGroups, cache_groups, footprint
@@ -38,10 +39,12 @@ def plan_of(windows: tuple[Window, ...], steps: Steps, ranks: int, tokens: int) 
         f"A{step[0]} F{step[0]}" if len(step) == 1 else f"[A{step[0]} A{step[1]}] [F{step[0]} F{step[1]}]"
         for step in steps
     )
-    shape = {"head_dim": 8, "epsilon": 1e-5, "activation": "silu", "rotaries": (), "hidden": 64, "vocabulary": 96}
-    rest: dict[str, Any] = {"tied": False, "ends": (), "dtype": "float32"}
+    shape = {"head_dim": 8, "hidden": 64, "vocabulary": 96}
+    rest: dict[str, Any] = {"tied": False, "dtype": "float32"}
     folder, layers = Path("nowhere"), len(windows)
-    return Plan(folder, "llama", program, ranks, layers=layers, max_tokens=tokens, windows=windows, **shape, **rest)
+    return Plan(
+        folder, FAMILIES["llama"], program, ranks, layers=layers, max_tokens=tokens, windows=windows, **shape, **rest
+    )
 
 
 def by_rank(plan: Plan, steps: Steps) -> list[list[Window]]:

@@ -72,7 +72,7 @@ def test_what_ranks_hold(
     for rank in range(ranks):
         collectives: Collectives = Alone() if ranks == 1 else Unconnected(rank, (0, 1))
         engine, numbers = RankEngine(plan, collectives, torch.device("cpu")), 0
-        for key, made in engine.model.sublayers.items():
+        for key, made in engine.model.program.sublayers.items():
             if isinstance(made, MixtureOfExperts):
                 assert isinstance(made.experts, Experts)
                 maps = made.experts.gate, made.experts.up, made.experts.down
@@ -110,8 +110,8 @@ def test_weights_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
 def test_a_plan_says_what_routes(folder: Path) -> None:
     plan = make_plan(folder, 2, 8)
     assert plan.mixtures.sizes == (MixtureSize(4, 12), MixtureSize(4, 12), None, MixtureSize(4, 12))
-    assert plan.routing is not None
-    assert (plan.routing.top_k, plan.routing.normalise) == (2, False)
+    assert plan.arithmetic.routing is not None
+    assert (plan.arithmetic.routing.top_k, plan.arithmetic.routing.normalise) == (2, False)
     assert plan.family.spec("F", 2).mixture is None
 
 

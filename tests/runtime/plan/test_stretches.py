@@ -46,7 +46,8 @@ def test_a_rank_loads_its_stretch_only(ranks: int, plan: Plan) -> None:
     assert " ".join(programs) == plan.program
     for rank in range(ranks):
         engine = StretchEngine(cut, rank, torch.device("cpu"))
-        assert [*map(str, engine.model.attentions())] == [one for one in programs[rank].split() if one[0] == "A"]
+        attentions = map(str, engine.model.program.attentions())
+        assert [*attentions] == [one for one in programs[rank].split() if one[0] == "A"]
         assert engine.model.own_logits(torch.zeros(1, plan.hidden)).shape[1] == (0 if rank else plan.vocabulary)
 
 

@@ -8,7 +8,7 @@ from surgeon.runtime.kernels.build import SWITCH, switched_off
 
 
 def missing() -> str | None:
-    """Why ranks on GPUs compute without these kernels; None if they compute with them."""
+    """Say why ranks on GPUs compute without these kernels; None if they compute with them."""
     if switched_off():
         return f"{SWITCH}=off"
     if find_spec("triton") is None:
@@ -17,5 +17,5 @@ def missing() -> str | None:
 
 
 def used_on(device: str) -> bool:
-    """Whether ranks on such a device, "cpu" or "cuda", compute with these kernels."""
+    """Tell whether ranks on such a device, "cpu" or "cuda", compute with these kernels."""
     return device == "cuda" and missing() is None

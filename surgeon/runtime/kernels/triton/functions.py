@@ -23,20 +23,26 @@ ACTIVATIONS = {
     "relu": "relu",
 }  # of gates, by what transformers calls them
 TILE_BYTES = 16384  # of the keys that a program of `attend` has in shared memory at a time, and of the values
-LEAST, MOST_TOKENS = 16, 64  # keys at a time; a product of matrices has 16 rows and columns at least
+# Keys at a time; a product of matrices has 16 rows and columns at least
+LEAST = 16
+MOST_TOKENS = 64
 MOST_PARTS = 64  # of the keys of a text
 PROGRAMS_PER_PROCESSOR = 2  # that attention is divided into, where texts and heads are fewer
 COLUMNS = 1024  # of a program of `gate`
 HEADS_AT_ONCE = 16  # of a program of `place`, where there are programs enough
 FEW = 2  # tokens; for more of them cuBLAS is as fast (an H100, 4 tokens)
-FEW_COLUMNS, FEW_WARPS = (2048, 1024), (2, 4)  # at a time, where they divide inputs; else the last ones
-ROWS, INTERPRETED_ROWS = 2, 256  # of a program of `product_of_few`; interpreted, each program takes its time
+# At a time, where they divide inputs; else the last ones
+FEW_COLUMNS = (2048, 1024)
+FEW_WARPS = (2, 4)
+# Of a program of `product_of_few`; interpreted, each program takes its time
+ROWS = 2
+INTERPRETED_ROWS = 256
 PART = 2048  # numbers of which a program of `highest_of_parts` finds the highest
 OVERLAPS_FROM = 9  # compute capability whose kernels can start while others end
 
 
 class TextBlocks(NamedTuple):
-    """Where one token of each of some texts looks in a cache.
+    """Blocks of a cache that one token of each of some texts reads.
 
     Attributes:
         tables: numbers of blocks, (B, any).
@@ -50,7 +56,7 @@ class TextBlocks(NamedTuple):
 
 
 class Placing(NamedTuple):
-    """What becomes of queries and keys before they are compared.
+    """Norms and turns of queries and keys before they are compared.
 
     Attributes:
         gain: of the norms of heads, if any, (H + K, D) of one piece.
@@ -79,7 +85,9 @@ class TritonKernels:
 
         self._source: Any = source
         self._interpreted = bool(knobs.runtime.interpret)  # TRITON_INTERPRET=1
-        processors = 1 if self._interpreted else torch.cuda.get_device_properties().multi_processor_count
+        processors = 1
+        if not self._interpreted:
+            processors = torch.cuda.get_device_properties().multi_processor_count
         self.programs = PROGRAMS_PER_PROCESSOR * processors
         self._rows = INTERPRETED_ROWS if self._interpreted else ROWS
         overlaps = not self._interpreted and torch.cuda.get_device_capability()[0] >= OVERLAPS_FROM
@@ -174,11 +182,12 @@ class TritonKernels:
         queries: int,
         cached: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """Heads that are to be cached go there, the others to `turned`."""
         tokens, all_heads, dim = x.shape
         places, pair = (x, x) if cached is None else cached
         gain, epsilon, angles, squares = placing
-        tile = HEADS_AT_ONCE if tokens * all_heads > HEADS_AT_ONCE * self.programs else 1
+        tile = 1
+        if tokens * all_heads > HEADS_AT_ONCE * self.programs:
+            tile = HEADS_AT_ONCE
         self.launch(
             "place",
             (tokens, -(-all_heads // tile)),
@@ -199,7 +208,7 @@ class TritonKernels:
         )
 
     def mean_squares(self, qkv: Tensor, queries: int, keys: int) -> Tensor:
-        """Those of so many features of queries, and of the keys' behind them, of (T, all features): (T, 2), float32."""
+        """Mean squares of so many features of queries, and of the keys' behind them, of (T, all features): (T, 2)."""
         squares = qkv.new_empty(len(qkv), 2, dtype=torch.float32)
         self.launch(
             "mean_squares",
@@ -222,7 +231,9 @@ class TritonKernels:
         """
         tokens, width = x.shape
         normed = x.new_empty(tokens, width)
-        total = x if added is None else x.new_empty(tokens, width)
+        total = x
+        if added is not None:
+            total = x.new_empty(tokens, width)
         more = x if added is None else added
         self.launch(
             "norm",
@@ -272,11 +283,7 @@ class TritonKernels:
         return best, places
 
     def gate_of(self, activation: str) -> Callable[[Tensor], Tensor] | None:
-        """What makes activated gates times values, (T, width), of both side by side, (T, 2 * width).
-
-        Args:
-            activation: as transformers calls it; for others than those in `ACTIVATIONS` there is None.
-        """
+        """A function to activated gates times values, (T, width), of both, (T, 2 * width); None for no such kernel."""
         if activation not in ACTIVATIONS:
             return None
 
@@ -302,12 +309,11 @@ def _kernels() -> TritonKernels:
 
 
 def triton_kernels_for(tensor: Tensor) -> TritonKernels | None:
-    """The kernels, if tensors like this one are computed with by them."""
+    """Give the kernels, if they compute with tensors like this one."""
     if triton.used_on(tensor.device.type) and tensor.is_floating_point():
         return _kernels()
     return None
 
 
 def _padded(number: int) -> int:
-    """The smallest power of two that is not below it."""
     return 1 << (number - 1).bit_length()

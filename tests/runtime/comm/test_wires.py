@@ -1,4 +1,4 @@
-"""Reductions as integers: how far off they may be, what they keep exactly, what they send, what they cost a model."""
+"""Reductions by wires: how far off they may be, what they keep exactly, what they send, what they cost a model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from surgeon.benchmarks.compressed import divergence_of_compressed, windows_to_compare
 from surgeon.language.program import Program
-from surgeon.runtime.comm.collectives import Alone, Counts
-from surgeon.runtime.comm.quantised import Compressed, Compression, Packing
+from surgeon.runtime.comm.collectives import Alone, Compressed, Counts
+from surgeon.runtime.comm.wires import WIRES
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
@@ -23,13 +23,13 @@ from tests.runtime.comm import on_collectives
 from tests.selection import case
 from tests.tiny_models import VOCABULARY, damage, save_checkpoint, tiny_model
 
-KINDS: list[Compression] = ["int8", "int4"]
+KINDS = list(WIRES)
 LARGEST = {"int8": 127, "int4": 7}
 
 
-def there_and_back(tensor: Tensor, kind: Compression) -> Tensor:
-    packing = Packing(kind, tensor.shape, tensor.dtype)
-    return packing.unpack(packing.pack(tensor)[None])[0].view(tensor.shape)
+def there_and_back(tensor: Tensor, kind: str) -> Tensor:
+    wire = WIRES[kind]
+    return wire.unpack(wire.pack(tensor)[None], tensor.shape, tensor.dtype)[0]
 
 
 def scales(tensor: Tensor, kind: str) -> np.ndarray:
@@ -43,7 +43,7 @@ def scales(tensor: Tensor, kind: str) -> np.ndarray:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("shape", [(1, 1, 128), (2, 3, 97), (5, 64), (7, 1), (3, 2), (1, 700)])
-def test_values_are_off_by_half_a_step_at_most(kind: Compression, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_values_are_off_by_half_a_step_at_most(kind: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
     found = there_and_back(tensor, kind)
     error = (found.double() - tensor.double()).abs().view(-1, shape[-1]).numpy()
@@ -58,7 +58,7 @@ def test_values_are_off_by_half_a_step_at_most(kind: Compression, dtype: torch.d
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_integers_can_say_is_exact(kind: Compression) -> None:
+def test_what_integers_can_say_is_exact(kind: str) -> None:
     top = LARGEST[kind]
     tensor = torch.randint(-top, top + 1, (4, 3, 130), generator=torch.Generator().manual_seed(2)).float()
     tensor[..., 5], tensor[..., 6] = top, -top  # a scale of 1 in every row
@@ -78,15 +78,16 @@ def test_what_integers_can_say_is_exact(kind: Compression) -> None:
         ("int8", torch.float32, 1 << 16, 1024 * (4 + 4) + 4 + (1 << 16)),
     ],
 )
-def test_bytes(kind: Compression, dtype: torch.dtype, width: int, size: int) -> None:
+def test_bytes(kind: str, dtype: torch.dtype, width: int, size: int) -> None:
     tensor = torch.randn(2, 3, width).to(dtype)
-    packed = Packing(kind, tensor.shape, tensor.dtype).pack(tensor)
+    packed = WIRES[kind].pack(tensor)
     assert (packed.dtype, packed.shape) == (torch.uint8, (6 * size,))
+    assert WIRES[kind].count_bytes(tensor.shape, dtype) == 6 * size
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_no_number_stays_none(kind: Compression, bad: float) -> None:
+def test_what_is_no_number_stays_none(kind: str, bad: float) -> None:
     tensor = torch.randn(3, 40)
     tensor[1, 7] = bad
     assert str(float(there_and_back(tensor, kind)[1, 7])) == str(bad)
@@ -104,7 +105,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_sums_over_ranks(kind: Compression, ranks: Ranks) -> None:
+def test_sums_over_ranks(kind: str, ranks: Ranks) -> None:
     number, shape = len(ranks.pids), (2, 5, 130)
     parts = [on_collectives.noise(rank, shape) for rank in range(number)]
     expected = torch.stack([there_and_back(part, kind) for part in parts]).sum(0)
@@ -150,7 +151,7 @@ def test_ranks_started_with_a_compression(wide: Path) -> None:
     plan = make_plan(wide, 2, 11, PROGRAM)
     logits: dict[str | None, Tensor] = {}
     sent: dict[str | None, int] = {}
-    options: list[Compression | None] = [None, "int8", "int4"]
+    options: list[str | None] = [None, "int8", "int4"]
     for compression in options:
         with Ranks(RankOptions(2, collectives="shm", compression=compression)) as ranks:
             (logits[compression], (counts,), vocabulary), other = ranks.call(on_ranks.logits_in_chunks, plan, [IDS])
