@@ -7,9 +7,8 @@
     expect: {effective_depth: 19}
 
 Operations are applied in order. `layers` is a range as Python slices it ("4:30" is layers 4 to 29), or a list of such
-ranges. With `weights: sha256:...` a recipe says which model it was made for (its weights and its config.json), as those
-that a search writes do: on others it may do anything, so it is refused there. Every error names the file, the line, the
-value and what would be right.
+ranges. With `weights: sha256:...` (of weights and config.json), as searches write it, a recipe is refused on other
+models. Every error names the file, the line, the value and what would be right.
 """
 
 from __future__ import annotations
@@ -54,11 +53,11 @@ class Expect(BaseModel):
 
 @dataclass(frozen=True, repr=False)
 class Recipe:
-    """A model, what is done to it, and what is expected to come out.
+    """A model, operations on it, and figures that the result must have.
 
     Attributes:
         weights: the model it was made for, as `Checkpoint.model_hash()` names it; None: any.
-        source: where it was read from, for error messages.
+        source: its file, for error messages.
         expect_line, weights_line: the lines these stand on.
     """
 
@@ -77,11 +76,11 @@ class Recipe:
         shapes: LayerShapes | None = None,
         own: Program | None = None,
     ) -> Program:
-        """The program that the operations make of a model with this many layers.
+        """Return the program that the operations make of a model with this many layers.
 
         Args:
             shapes: of these layers, for operations that ask for them.
-            own: what the model runs in place of its layers one after the other, if it does.
+            own: the program of the model, if it is another than its layers one after the other.
 
         Raises:
             ValueError: if layers are out of range or overlap, or an expectation does not hold; with file and line.
@@ -103,7 +102,7 @@ class Recipe:
     def steps(
         self, program: Program, shapes: LayerShapes | None = None, own: Program | None = None
     ) -> Iterator[tuple[AppliedOperation, Program]]:
-        """Each operation with the program after it; arguments as `program` takes them.
+        """Yield each operation with the program after it; other arguments as of `program`.
 
         Args:
             program: to begin with.
@@ -155,7 +154,7 @@ class Recipe:
         return self.to_yaml().rstrip()
 
     def to_yaml(self) -> str:
-        """The recipe as text; `parse_recipe` reads it back."""
+        """Write the recipe; `parse_recipe` reads it back."""
         lines = [f"surgeon: {FORMAT}", f"model: {json.dumps(self.model)}"]
         lines += [] if self.weights is None else [f"weights: sha256:{self.weights}"]
         lines.append("operations:")
@@ -180,10 +179,10 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def read_document(path: Path, kind: str) -> str:
-    """The text of a file in YAML that a user wrote.
+    """Read the text of a file in YAML that a user wrote.
 
     Args:
-        kind: what it is, for error messages: "recipe", "configuration".
+        kind: of file, for error messages: "recipe", "configuration".
 
     Raises:
         FileNotFoundError: if there is none.
@@ -210,7 +209,7 @@ def parse_recipe(text: str, source: str = "recipe") -> Recipe:
 
 
 def operations_in(text: str) -> tuple[AppliedOperation, ...]:
-    """The operations that a document lists, whatever else it says: a recipe, or the configuration of a model.
+    """Read the operations of a document, whatever else it says: a recipe, or the configuration of a model.
 
     Raises:
         ValueError: if it is none, or they are not as in a recipe.
@@ -227,7 +226,7 @@ class DocumentReader:
     """Reads a document with keys of surgeon's, of which `operations` is one, keeping the line of every key.
 
     Attributes:
-        kind: what it is, for error messages.
+        kind: of document, for error messages.
         keys, needed: those that may be there, and those that must; `surgeon`, the format, is one of both.
 
     Raises:
@@ -251,7 +250,7 @@ class DocumentReader:
         return ValueError(f"{self.source}:{line}: {message}")
 
     def top(self) -> dict[str, Any]:
-        """The document's keys and values, once it is known that these are the right keys, and of which format."""
+        """Return the document's entries, once keys and format are right."""
         document = self.document
         if not isinstance(document, dict):
             needed = f"{', '.join(self.needed[:-1])} and {self.needed[-1]}"

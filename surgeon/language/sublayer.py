@@ -32,12 +32,12 @@ class Sublayer:
         piece: (index, count), the slice of the heads or neurons, or None for the whole.
         ranks: (role, rank) of every matrix that is the product of two factors, of the whole sublayer's before it is
             sliced, in the order of ROLES; a role that is not named is a whole matrix.
-        width: how many of its layer's KV groups (each a KV head with all heads that share it), or of its neurons, it
-            has; None for all. A slice is of these, and factors are of what they leave of a matrix. Which they are is
-            not said: as the values of factors, that is weights.
-        experts: the numbers of those it has of a mixture's experts, ascending, among those that its layer is stored
-            with; None for all. Its router has their rows only, and takes as many of them for a token as the layer's
-            does, or all. Shared experts, which no router chooses, stay.
+        width: the number of its KV groups (each a KV head with all heads that share it), or of its neurons; None for
+            all of its layer. A slice is of these, and factors are of what they leave of a matrix. Weights say which
+            they are.
+        experts: the numbers of its experts, ascending, among those that its layer is stored with; None for all. Its
+            router has their rows only, and takes as many of them for a token as the layer's does, or all. Shared
+            experts stay.
     """
 
     kind: str
@@ -120,7 +120,7 @@ class Sublayer:
         return replace(self, layers=(place,), experts=experts)
 
     def rank(self, role: str) -> int | None:
-        """The rank of a matrix that is the product of two factors; None for a whole one."""
+        """Return the rank of a matrix that is the product of two factors; None for a whole one."""
         return dict(self.ranks).get(role)
 
     def parameters(self, shapes: LayerShapes) -> int:
@@ -186,11 +186,11 @@ class LayerShapes:
 
     Attributes:
         matrices: (out_features, in_features) by role; of a mixture, those of one expert.
-        biases: how many numbers a bias has, by role; a role without one may be left out.
+        biases: sizes by role; a role without a bias may be left out.
         norms: parameters of the norms of a sublayer, by kind.
-        units: how many KV groups an attention has, and neurons a feed-forward, by kind; what may be narrowed needs it.
-        mixture: what else a feed-forward of experts has.
-        others: those of layers that differ (dense ones among mixtures), by their numbers.
+        units: KV groups of an attention, and neurons of a feed-forward, by kind; needed where these are narrowed.
+        mixture: of a feed-forward of experts.
+        others: shapes of layers that differ (dense ones among mixtures), by their numbers.
     """
 
     matrices: Mapping[str, tuple[int, int]]
@@ -260,10 +260,10 @@ class MixtureShapes:
     """Shapes of a mixture besides the matrices of its experts.
 
     Attributes:
-        experts: how many the router chooses among.
-        top_k: how many of them it takes for a token.
-        router: how many numbers the router has for each of them.
-        shared_router: how many numbers weigh what the shared experts give, if any do.
+        experts: the router chooses among.
+        top_k: experts of a token.
+        router: numbers of the router for each expert.
+        shared_router: numbers that weigh what shared experts give.
     """
 
     experts: int
@@ -276,7 +276,7 @@ def require_experts(sublayer: Sublayer, experts: int | None) -> None:
     """Refuse experts that a layer does not have, and averages of mixtures.
 
     Args:
-        experts: how many its layer has; None where it is no mixture.
+        experts: of its layer; None where it is no mixture.
 
     Raises:
         ValueError: with what the layer has.
@@ -295,11 +295,7 @@ def require_experts(sublayer: Sublayer, experts: int | None) -> None:
 
 
 def require_width(sublayer: Sublayer, units: int) -> None:
-    """Refuse more KV groups or neurons than there are.
-
-    Raises:
-        ValueError: with both numbers.
-    """
+    """Refuse more KV groups or neurons than there are."""
     if sublayer.width is not None and sublayer.width > units:
         raise ValueError(
             f"{sublayer} has more {UNITS[sublayer.kind]} than the {units} of its layer; use at most {units}"

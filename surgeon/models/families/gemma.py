@@ -44,9 +44,9 @@ GEMMA2 = replace(
 )
 
 
-def _gemma_unsupported(config: Any) -> str | None:
+def _unsupported(config: Any) -> str | None:
     if config.use_bidirectional_attention:
-        return "its tokens attend to those behind them, too (use_bidirectional_attention)"
+        return "its tokens look at those behind them, too (use_bidirectional_attention), as a language model's must not"
     return None
 
 
@@ -57,14 +57,8 @@ GEMMA = replace(
     summary="Llama's layout with gains stored as 1 + weight, embeddings times the root of their width.",
     norms=Norms(unit_offset=True),
     scales=Scales(embedding=embedding_scale),
-    unsupported=_gemma_unsupported,
+    unsupported=_unsupported,
 )
-
-
-def _gemma3_unsupported(config: Any) -> str | None:
-    if config.use_bidirectional_attention:
-        return "its tokens look at those behind them, too (use_bidirectional_attention), as a language model's must not"
-    return None
 
 
 GEMMA3 = replace(
@@ -75,5 +69,5 @@ GEMMA3 = replace(
     attention=replace(GEMMA2.attention, heads=(HeadNorm(),)),
     # transformers caps no scores here, whatever attn_logit_softcapping says
     scales=replace(GEMMA2.scales, attention_cap=None),
-    unsupported=_gemma3_unsupported,
+    unsupported=_unsupported,
 )

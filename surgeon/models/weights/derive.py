@@ -199,14 +199,12 @@ def packed(tensors: Tensors, spec: SublayerSpec, width: int) -> Tensors:
 
 def _on_its_own(role: str, path: str, tensors: Tensors) -> Tensors:
     """Name the tensors of a projection of a module that is taken apart."""
-    factored = f"{role}.first.weight" in tensors
-    if factored:
-        names = {"first.weight": "first.weight", "second.weight": "second.weight"}
+    if f"{role}.first.weight" in tensors:
+        stored = {"first.weight": "first.weight", "second.weight": "second.weight", "bias": "second.bias"}
     else:
-        names = {"weight": "weight"}
-    names["bias"] = "second.bias" if factored else "bias"
-    found = {f"{path}.{stored}": tensors.get(f"{role}.{name}") for name, stored in names.items()}
-    return {name: tensor.clone() for name, tensor in found.items() if tensor is not None}
+        stored = {"weight": "weight", "bias": "bias"}
+    own = {place: f"{role}.{name}" for name, place in stored.items()}
+    return {f"{path}.{place}": tensors[name].clone() for place, name in own.items() if name in tensors}
 
 
 def _in_place(parts: list[Tensor], projections: list[Projection], spec: SublayerSpec, width: int, dim: int) -> Tensor:

@@ -85,7 +85,7 @@ class TestFalcon(TestFamilies):
 @pytest.mark.parametrize(
     ("name", "entries", "reason"),
     [
-        ("gemma", {"use_bidirectional_attention": True}, "attend to those behind them"),
+        ("gemma", {"use_bidirectional_attention": True}, "look at those behind them"),
         ("phi", {"qk_layernorm": True}, "heads have layer norms with shifts"),
         ("falcon", {"alibi": True}, r"ALiBi's \(alibi is true, as in falcon-rw\)"),
         ("falcon", {"hidden_dropout": 0.1}, "set hidden_dropout and attention_dropout to 0, not 0.1"),
