@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 
 from surgeon.models.edit import decoder_layers, edit
+from surgeon.models.families import FAMILIES
+from surgeon.models.families.specs import StreamNorm
 from tests.tiny_models import tiny_model
 
 IDS = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(1))
@@ -46,3 +51,19 @@ def test_gradients_of_slices_add_up_and_one_of_them_has_the_bias() -> None:
     assert "attn.c_proj.bias" not in dict(other.named_parameters())
     assert not other.attn.c_proj.bias.requires_grad
     assert not other.attn.c_proj.bias.any()
+
+
+@pytest.mark.parametrize("place", ["before", "behind", "nowhere"])
+def test_a_norm_is_where_it_stands_among_the_stages(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = StreamNorm("post_attention_layernorm")
+    stages = {"before": (norm, "mlp"), "behind": ("mlp", norm), "nowhere": ("mlp",)}[place]
+    family = FAMILIES["llama"]
+    monkeypatch.setitem(FAMILIES, "llama", replace(family, mlp=replace(family.mlp, stages=stages)))
+    model = tiny_model("llama", 2)
+    layer = model.model.layers[1]
+    with torch.no_grad():
+        stream = added = model.model.embed_tokens(IDS)
+        for path in stages:
+            added = layer.get_submodule(path)(added)
+        expected = model.lm_head(model.model.norm(stream + added))
+        assert torch.equal(edit(model, "F1")(input_ids=IDS, use_cache=False).logits, expected)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, LayerShapes, MixtureShapes
-from surgeon.models.families.specs import NEURONS, Latent, MixtureSpec, SublayerSpec, Unit
+from surgeon.models.families.specs import NEURONS, HeadStage, Latent, MixtureSpec, SublayerSpec, Unit
 from surgeon.words import layer_list
 
 Scale = Callable[[Any], float | None]  # of a config: a factor; None where the architecture has none
@@ -246,6 +246,10 @@ class Family:
     def with_spec(self, kind: str, layers: Iterable[int], spec: SublayerSpec) -> Family:
         """Give some layers another sublayer of a kind."""
         return replace(self, layer_specs=(*self.layer_specs, *((kind, layer, spec) for layer in layers)))
+
+    def with_heads(self, *stages: HeadStage) -> Family:
+        """Give most layers' attentions other stages of heads."""
+        return replace(self, attention=replace(self.attention, heads=stages))
 
     @cached_property
     def _layer_specs(self) -> dict[tuple[str, int], SublayerSpec]:

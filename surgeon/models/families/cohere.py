@@ -12,7 +12,7 @@ def _variant(family: Family, config: Any) -> Family:
     """Command R+ norms queries and keys."""
     if not getattr(config, "use_qk_norm", False):
         return family
-    return replace(family, attention=replace(family.attention, heads=(HeadNorm("each"),)))
+    return family.with_heads(HeadNorm("each"))
 
 
 COHERE = replace(

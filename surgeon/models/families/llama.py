@@ -193,7 +193,7 @@ def _llama4_variant(family: Family, config: Any) -> Family:
         heads.append(Growth(float(config.attn_scale), int(config.floor_scale), ahead=1, unturned=True))
     if config.use_qk_norm:
         heads.append(HeadNorm("none"))
-    return replace(family.with_spec("F", dense, _DENSE), attention=replace(family.attention, heads=tuple(heads)))
+    return family.with_spec("F", dense, _DENSE).with_heads(*heads)
 
 
 def _follow_mlp(config: Any, sources: Sequence[int]) -> dict[str, Any]:

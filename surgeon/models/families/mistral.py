@@ -32,8 +32,7 @@ def _variant(family: Family, config: Any) -> Family:
     rate = rope.get("llama_4_scaling_beta")
     if rate is None:
         return family
-    growth = Growth(float(rate), int(rope["original_max_position_embeddings"]))
-    return replace(family, attention=replace(family.attention, heads=(growth,)))
+    return family.with_heads(Growth(float(rate), int(rope["original_max_position_embeddings"])))
 
 
 MINISTRAL3 = replace(

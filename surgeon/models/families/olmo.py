@@ -12,7 +12,7 @@ from surgeon.models.families.specs import Clamp, HeadNorm, StreamNorm
 def _olmo_variant(family: Family, config: Any) -> Family:
     if config.clip_qkv is None:
         return family
-    return replace(family, attention=replace(family.attention, heads=(Clamp(float(config.clip_qkv)),)))
+    return family.with_heads(Clamp(float(config.clip_qkv)))
 
 
 OLMO = replace(

@@ -46,26 +46,17 @@ class FactoredExperts(nn.Module):
     Args:
         like: the architecture's own module, whose gate and activation it has.
         projections: of the experts, in the order in which the architecture packs them.
-        tensors: stacked matrices, factors and biases by role, (experts, ...).
+        maps: of the experts, by role.
     """
 
-    def __init__(self, like: nn.Module, projections: Sequence[Projection], tensors: Tensors) -> None:
+    def __init__(self, like: nn.Module, projections: Sequence[Projection], maps: Mapping[str, ExpertMaps]) -> None:
         super().__init__()
         bare = copy.copy(like)
         bare._parameters = {}  # its matrices are not kept alive
         self.like = [bare]  # in a list, so that it is not registered
         self.projections = projections
-        for one in projections:
-            self.add_module(
-                one.role,
-                ExpertMaps(
-                    {
-                        name.removeprefix(f"{one.role}."): tensor
-                        for name, tensor in tensors.items()
-                        if name.startswith(f"{one.role}.")
-                    }
-                ),
-            )
+        for role, own in maps.items():
+            self.add_module(role, own)
 
     def forward(
         self, hidden_states: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None
@@ -322,13 +313,11 @@ def take_experts_apart(model: nn.Module) -> None:
 
 def _experts(spec: SublayerSpec, tensors: Tensors, like: nn.Module) -> FactoredExperts:
     stacked = [one for one in spec.projections if one.stacked]
-    by_role = {
-        f"{one.role}.{name.removeprefix(f'{own_path(one, spec)}.')}": tensor
-        for one in stacked
-        for name, tensor in tensors.items()
-        if name.startswith(f"{own_path(one, spec)}.")
-    }
-    return FactoredExperts(like.like[0] if isinstance(like, FactoredExperts) else like, stacked, by_role)
+    maps = {}
+    for one in stacked:
+        path = f"{own_path(one, spec)}."
+        maps[one.role] = ExpertMaps({n.removeprefix(path): tensors[n] for n in tensors if n.startswith(path)})
+    return FactoredExperts(like.like[0] if isinstance(like, FactoredExperts) else like, stacked, maps)
 
 
 def _linear(path: str, tensors: Tensors, transposed: bool = False) -> nn.Module:

@@ -46,8 +46,7 @@ class ModelWeights(StoredWeights):
 
         Raises:
             ValueError: if layers to be averaged differ in width or are mixtures, a shape is not a multiple of the
-            head's
-                width, or the sublayer is to have more of them, or other experts, than its layer; as `spec`.
+                head's width, or the sublayer is to have more of them, or other experts, than its layer; as `spec`.
         """
         self.spec(sublayer)  # refuses parts of what is kept as it is
         if sublayer.kind == FEED_FORWARD:
