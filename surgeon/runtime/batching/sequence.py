@@ -85,6 +85,16 @@ class Row(NamedTuple):
     prompt: int = 0
     known: int = 0
 
+    @property
+    def end(self) -> int:
+        """The position behind its tokens."""
+        return self.start + len(self.tokens)
+
+    @property
+    def continues(self) -> bool:
+        """Whether it adds one token to a text."""
+        return self.start > 0 and len(self.tokens) == 1
+
 
 LEAST_IN_HALF = 2  # tokens of a text that is cut, on either side
 Halves = tuple[list[Row], list[Row]]

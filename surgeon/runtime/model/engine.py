@@ -163,7 +163,7 @@ class RankEngine:
         return self.plan.draft.own[self.model.peers.rank]
 
     def _phase(self, rows: Sequence[Row]) -> Phase:
-        if all(row.start and len(row.tokens) == 1 for row in rows):
+        if all(row.continues for row in rows):
             return self.figures.decode
         return self.figures.prefill
 

@@ -244,7 +244,7 @@ class StaticDecode(Way):
 
     def fits(self, rows: Sequence[Row]) -> bool:
         """Tell whether a pass of these rows can be a static one: each adds one token to a text."""
-        continues = all(row.start and len(row.tokens) == 1 and row.targets is None for row in rows)
+        continues = all(row.continues and row.targets is None for row in rows)
         return continues and all(map(self._model.turns_by_position, rows))
 
     def passes_to_record(self, cache: PagedCache, texts: int) -> Iterator[list[Row]]:
