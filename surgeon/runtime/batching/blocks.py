@@ -31,8 +31,7 @@ class BlockTable:
     """The blocks of one sequence in one group, in the order of its tokens.
 
     Attributes:
-        gone: how many blocks were given back, from the first on.
-        blocks: those behind them.
+        gone: how many were given back, from the first on; blocks: those behind them.
         runs: all of them as stretches of consecutive blocks; those that are `GONE` are the first one.
     """
 
@@ -78,8 +77,7 @@ class SequenceBlocks:
 
     Attributes:
         tables: by group.
-        known: how many blocks' tokens, from the first on, are known to others.
-        number: of the prefix that they are known as.
+        known: how many blocks' tokens, from the first on, are known to others, as prefix `number`.
     """
 
     def __init__(self, tables: Sequence[BlockTable] = (), known: int = 0, number: int = ROOT) -> None:
@@ -94,11 +92,9 @@ class SequenceBlocks:
 
 
 class Prefix(NamedTuple):
-    """A beginning that a sequence can share.
+    """A beginning of so many blocks that a sequence can share.
 
     Attributes:
-        blocks: how many it has.
-        number: of the prefix.
         shared: the last of them, by group: all that the sequence will look at.
     """
 
@@ -153,8 +149,6 @@ class BlockPool:
     """All blocks of a cache.
 
     Attributes:
-        blocks: how many there are.
-        block_tokens: tokens of each.
         windows: of the groups.
         releases: how often blocks have been given back; while it stays the same, no more have become free.
     """
@@ -181,11 +175,9 @@ class BlockPool:
         return blocks_for(tokens, self.block_tokens)
 
     def match(self, tokens: Sequence[int], most: int | None = None, root: int = ROOT) -> Prefix:
-        """Find the prefix that a sequence can share; at least its last token is left to compute.
+        """Find the prefix that a sequence can share, of `most` blocks; at least its last token is left to compute.
 
-        Args:
-            most: blocks that it may share, any number if None.
-            root: ROOT, or a number below it for sequences that share among themselves only.
+        Sequences with a root below ROOT share among themselves only.
         """
         size = self.block_tokens
         path = []

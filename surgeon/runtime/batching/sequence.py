@@ -53,7 +53,6 @@ class Targets(NamedTuple):
 
     Attributes:
         first: the row's token that predicts the first of them.
-        tokens: those that follow it and the ones after it.
         top: how many of the most likely tokens to report at each place.
     """
 

@@ -48,7 +48,6 @@ class RankEngine:
     """An engine of passes over many sequences, on one rank.
 
     Attributes:
-        model: this rank's part of it.
         figures: the cost of all passes so far; may be replaced.
         drafter: the engine of the program that drafts tokens, if any, on the cache of this one and its weights.
         ways: through a pass; the first that fits its rows computes it.

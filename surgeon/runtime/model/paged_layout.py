@@ -87,13 +87,7 @@ class PagedLayout:
 
 
 class _Written(NamedTuple):
-    """The tokens of a pass that are put into the cache.
-
-    Attributes:
-        tokens: None for all.
-        places: of these in each group.
-        numbers: the same as tensors, where kernels put them there.
-    """
+    """The tokens of a pass that are put into the cache (None for all), and their places in each group."""
 
     tokens: Index | None
     places: list[Index]

@@ -77,9 +77,6 @@ class RankModel:
     """One rank's part of a model.
 
     Attributes:
-        peers: the ranks that it exchanges with.
-        program: its part of the program.
-        vocabulary: its rows of the embedding and of the output head.
         coda: behind the program, if any; the model predicts by it, but where ranks have stretches of the program.
         arriving: of a stretch that embeds no tokens, the stream before it.
         watcher: told when a recorded pass has computed its spans (`recording.spanned`).
