@@ -108,12 +108,7 @@ KEY = "rank0"  # where the store has rank 0's port and the secret
 
 @dataclass(frozen=True)
 class Hello:
-    """A rank's introduction on each of its connections.
-
-    Attributes:
-        ranks: how many it believes there are.
-        clock: its machine's monotonic clock, as it sends this.
-    """
+    """A rank's introduction on each of its connections: who it is, and its machine's monotonic clock."""
 
     purpose: Purpose
     rank: int
@@ -140,12 +135,7 @@ class Admitted(NamedTuple):
 
 
 class Rendezvous:
-    """Rank 0's side. There is one per process: `rendezvous_at`.
-
-    Attributes:
-        store: where the ranks' collectives connect.
-        location: this process's own.
-    """
+    """Rank 0's side. There is one per process: `rendezvous_at`."""
 
     def __init__(self, torchrun: TorchrunEnvironment) -> None:
         """Open the store, unless it is torchrun's, and tell the others where to connect to."""

@@ -1,8 +1,8 @@
 """vLLM's own compiled operations in place of PyTorch's or Triton's: RMS norms, gates, rotary positions.
 
-They compute the same but for where 16 bits are rounded. What vLLM has none for stays as it is: layer norms, norms with
-gains wider than the stream (Gemma2's 1 + weight in 16 bits), norms of heads, activations without a gate. In float32 on
-CPUs this package's kernels compute wherever they can.
+They compute the same but for where 16 bits are rounded. Layer norms, norms with gains wider than the stream (Gemma2's
+1 + weight in 16 bits), norms of heads, and activations without a gate stay, and so do this package's kernels in float32
+on CPUs.
 """
 
 from __future__ import annotations

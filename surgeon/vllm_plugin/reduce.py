@@ -105,13 +105,8 @@ class VllmCollectives(Collectives):
 class GpuCollectives(Collectives):
     """vLLM's own between GPUs, which its recorded passes can hold.
 
-    On a stream of its own a reduction travels while the next step is computed. All that a rank sends then goes by that
-    one stream: a communicator is never used by two at once.
-
-    Args:
-        all_reduce: gives the sum of a tensor over the group's members, by the current stream.
-        nccl: vLLM's NCCL communicator between them.
-        side: the stream; None for the one that computes.
+    On a side stream a reduction travels while the next step is computed. All that a rank sends then goes by that one
+    stream: a communicator is never used by two at once.
     """
 
     def __init__(

@@ -244,14 +244,7 @@ class PerToken:
 
 
 class Ahead:
-    """Chooses how many tokens to draft.
-
-    Attributes:
-        drafting: times of the draft's passes, by texts.
-        verifying: times of the model's, by tokens.
-        missed: times of the draft's passes over missed tokens.
-        prompts: of the model's over prompts.
-    """
+    """Chooses how many tokens to draft, by the times of passes."""
 
     def __init__(self) -> None:
         self.drafting = PassTimes()
@@ -278,7 +271,6 @@ class Ahead:
         """Choose how many tokens to draft for each of some texts that are continued together.
 
         Args:
-            texts: their hits.
             most: that may be drafted for each.
             missed: tokens of each that the draft has to compute first.
             further: how many each is expected to get yet, where some are missed.

@@ -15,11 +15,65 @@ and the one before it can both grow. The keys of such a sequence are a view of t
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 from typing import NamedTuple
 
-from surgeon.runtime.batching.prefixes import ROOT, KnownPrefixes
 from surgeon.runtime.batching.windows import BLOCK_TOKENS, Windows, blocks_for, first_block, most_held
+
+ROOT = 0  # the beginning without tokens; numbers below are others of that kind, whose texts share nothing with its
+
+
+class KnownPrefixes:
+    """Beginnings of texts in whole blocks, each known under a number as long as somebody holds it.
+
+    A beginning is found by exact comparison, without hashes that could collide: by the number of the one that is a
+    block shorter, which it holds, and its last block's tokens.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = count(ROOT + 1)
+        self._found: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._keys: dict[int, tuple[int, tuple[int, ...]]] = {}  # the same, backwards
+        self._holds: dict[int, int] = {}
+
+    def find(self, before: int, tokens: tuple[int, ...]) -> int | None:
+        """Find what goes on from a beginning with a block of these tokens; None if it is not known."""
+        return self._found.get((before, tokens))
+
+    def add(self, before: int, tokens: tuple[int, ...]) -> int:
+        """Find it or make it known; it must be held before anything is let go."""
+        key = before, tokens
+        number = self._found.get(key)
+        if number is None:
+            number = next(self._numbers)
+            self._found[key] = number
+            self._keys[number] = key
+            self._holds[number] = 0
+            self.hold(before)
+        return number
+
+    def hold(self, number: int) -> None:
+        """Keep it known until it is let go as often as it was held."""
+        if number > ROOT:
+            self._holds[number] += 1
+
+    def let_go(self, number: int) -> None:
+        """Undo one `hold`; what nobody holds any more is forgotten, and with it what only this held."""
+        while number > ROOT:
+            self._holds[number] -= 1
+            if self._holds[number]:
+                return
+            key = self._keys.pop(number)
+            del self._found[key], self._holds[number]
+            number = key[0]
+
+    def path(self, number: int) -> Iterator[int]:
+        """A beginning and all shorter ones, from the longest on, but the one without tokens."""
+        while number > ROOT:
+            yield number
+            number, _ = self._keys[number]
+
 
 BlockRun = tuple[int, int]  # first block, number of blocks
 
@@ -31,8 +85,7 @@ class BlockTable:
     """The blocks of one sequence in one group, in the order of its tokens.
 
     Attributes:
-        gone: how many blocks were given back, from the first on.
-        blocks: those behind them.
+        gone: how many were given back, from the first on; blocks: those behind them.
         runs: all of them as stretches of consecutive blocks; those that are `GONE` are the first one.
     """
 
@@ -78,8 +131,7 @@ class SequenceBlocks:
 
     Attributes:
         tables: by group.
-        known: how many blocks' tokens, from the first on, are known to others.
-        number: of the prefix that they are known as.
+        known: how many blocks' tokens, from the first on, are known to others, as prefix `number`.
     """
 
     def __init__(self, tables: Sequence[BlockTable] = (), known: int = 0, number: int = ROOT) -> None:
@@ -94,11 +146,9 @@ class SequenceBlocks:
 
 
 class Prefix(NamedTuple):
-    """A beginning that a sequence can share.
+    """A beginning of so many blocks that a sequence can share.
 
     Attributes:
-        blocks: how many it has.
-        number: of the prefix.
         shared: the last of them, by group: all that the sequence will look at.
     """
 
@@ -153,8 +203,6 @@ class BlockPool:
     """All blocks of a cache.
 
     Attributes:
-        blocks: how many there are.
-        block_tokens: tokens of each.
         windows: of the groups.
         releases: how often blocks have been given back; while it stays the same, no more have become free.
     """
@@ -181,11 +229,9 @@ class BlockPool:
         return blocks_for(tokens, self.block_tokens)
 
     def match(self, tokens: Sequence[int], most: int | None = None, root: int = ROOT) -> Prefix:
-        """Find the prefix that a sequence can share; at least its last token is left to compute.
+        """Find the prefix that a sequence can share, of `most` blocks; at least its last token is left to compute.
 
-        Args:
-            most: blocks that it may share, any number if None.
-            root: ROOT, or a number below it for sequences that share among themselves only.
+        Sequences with a root below ROOT share among themselves only.
         """
         size = self.block_tokens
         path = []

@@ -78,7 +78,7 @@ class InFlight(Scheduler):
 
         One of another draft's place ends elsewhere, or has another token there; passes arrive in their order.
         """
-        end = row.start + len(row.tokens)
+        end = row.end
         is_open = sequence in self.running or sequence in self.waiting
         return is_open and end == sequence.known and sequence.tokens[row.start : end] == row.tokens
 

@@ -32,8 +32,7 @@ from itertools import takewhile
 from typing import Literal, NamedTuple
 
 from surgeon.runtime.batching.ahead import Ahead
-from surgeon.runtime.batching.blocks import BlockPool, SequenceBlocks
-from surgeon.runtime.batching.prefixes import ROOT
+from surgeon.runtime.batching.blocks import ROOT, BlockPool, SequenceBlocks
 from surgeon.runtime.batching.request import (
     UNDEFINED,
     Choice,

@@ -53,7 +53,6 @@ class Targets(NamedTuple):
 
     Attributes:
         first: the row's token that predicts the first of them.
-        tokens: those that follow it and the ones after it.
         top: how many of the most likely tokens to report at each place.
     """
 
@@ -84,6 +83,16 @@ class Row(NamedTuple):
     targets: Targets | None = None
     prompt: int = 0
     known: int = 0
+
+    @property
+    def end(self) -> int:
+        """The position behind its tokens."""
+        return self.start + len(self.tokens)
+
+    @property
+    def continues(self) -> bool:
+        """Whether it adds one token to a text."""
+        return self.start > 0 and len(self.tokens) == 1
 
 
 LEAST_IN_HALF = 2  # tokens of a text that is cut, on either side

@@ -100,7 +100,7 @@ class EmulatedLink(Around):
     """Other collectives, as if there were a link of a certain delay and bandwidth between the ranks.
 
     A rank of n sends 2 (n - 1) / n of its bytes in an all-reduce and n - 1 times its bytes in an all-gather, as around
-    a ring: for two ranks, its bytes. It waits in Python.
+    a ring. It waits in Python.
     """
 
     def __init__(self, inner: Collectives, link: Link, clock: SystemClock | None = None) -> None:

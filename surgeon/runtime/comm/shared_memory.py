@@ -1,8 +1,8 @@
 """Collectives between ranks of one machine through memory that all of them see.
 
 A rank that starts a reduction writes its part into a slot, says so, and goes on; to wait is to look until all have
-written, then to add the parts up in the order of the ranks (so that every rank gets the same bits). Several reductions
-can be in flight, each in a slot of its own. Two CPU ranks need some microseconds where sockets take milliseconds.
+written, then to add the parts up in the order of the ranks (so that every rank gets the same bits). Two CPU ranks need
+some microseconds where sockets take milliseconds.
 """
 
 from __future__ import annotations

@@ -58,12 +58,7 @@ def _users(buffer: Tensor) -> int:
 
 
 class Span(NamedTuple):
-    """Calls whose time somebody wants to know.
-
-    Attributes:
-        what: they are for.
-        first, end: of the calls.
-    """
+    """Calls whose time somebody wants to know, and what they are for."""
 
     what: Any
     first: int
@@ -75,8 +70,7 @@ class Recording(TorchDispatchMode):
 
     Attributes:
         problem: an operation that cannot be recorded and has been computed, if any.
-        calls: of kernels, so far.
-        spans: of them, as `spanned` has noted them.
+        spans: of calls, as `spanned` has noted them.
     """
 
     def __init__(self, kernels: Kernels, arena: Arena) -> None:

@@ -54,7 +54,7 @@ class DynamicPasses(Way):
         """Lay out rows: their tokens, (tokens,), positions, and what their attentions share."""
         model = self.model
         tokens = torch.tensor([token for row in rows for token in row.tokens], dtype=torch.long, device=model.device)
-        angles = model.angles_up_to(max(row.start + len(row.tokens) for row in rows))
+        angles = model.angles_up_to(max(row.end for row in rows))
         layout = PagedLayout(rows, cache, angles)
         return tokens, layout.positions, Pass(layout.attend, model.angles_of(rows, layout.positions))
 
@@ -84,7 +84,7 @@ class HalvedPasses(DynamicPasses):
         assert halves is not None, "rows without two halves fit no such pass"
         self.model.peers.counts.halved += 1
         tokens, _, passes = zip(*(self.laid_out(half, cache) for half in halves), strict=True)
-        spans = [slice(row.start, row.start + len(row.tokens)) for row in rows]
+        spans = [slice(row.start, row.end) for row in rows]
         embedded = self.model.embedded(torch.cat(tokens), as_index(spans, self.model.device))
         sizes = [len(half) for half in tokens]
         taking_turns = [replace(one, parts=len(passes)) for one in passes]

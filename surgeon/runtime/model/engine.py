@@ -48,7 +48,6 @@ class RankEngine:
     """An engine of passes over many sequences, on one rank.
 
     Attributes:
-        model: this rank's part of it.
         figures: the cost of all passes so far; may be replaced.
         drafter: the engine of the program that drafts tokens, if any, on the cache of this one and its weights.
         ways: through a pass; the first that fits its rows computes it.
@@ -163,7 +162,7 @@ class RankEngine:
         return self.plan.draft.own[self.model.peers.rank]
 
     def _phase(self, rows: Sequence[Row]) -> Phase:
-        if all(row.start and len(row.tokens) == 1 for row in rows):
+        if all(row.continues for row in rows):
             return self.figures.decode
         return self.figures.prefill
 

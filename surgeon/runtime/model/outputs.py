@@ -55,13 +55,7 @@ def summed_apart(step: Step, hidden: int, in_rank_space: frozenset[int], normed:
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of what is reduced.
-
-    Attributes:
-        members: the numbers in the step of the sublayers that are summed in it.
-        width: values of a token.
-        second, norm: that the sum goes through, a second factor with its bias and a norm.
-    """
+    """A part of what is reduced: the sum, (T, width), of members of a step, through a second factor and a norm."""
 
     members: frozenset[int]
     width: int

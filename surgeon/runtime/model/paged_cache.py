@@ -154,7 +154,7 @@ def runs_of(rows: Sequence[Row], group: int, window: Window | None) -> tuple[lis
     runs = list[tuple[int, int]]()
     ends = list[int]()
     for row in rows:
-        end = row.start + len(row.tokens)
+        end = row.end
         parts = stretches(row.runs[group], 0 if window is None else window.first(end), end)
         runs += [(part.start, part.stop - part.start) for part in parts]
         ends.append(len(runs))

@@ -41,7 +41,7 @@ class PagedLayout:
         positions = []
         first = 0
         for row in rows:
-            positions.append(slice(row.start, row.start + len(row.tokens)))
+            positions.append(slice(row.start, row.end))
             text = _Text(first, row, cache, angles)
             if len(row.tokens) > 1:
                 self._parts.append(text)
@@ -87,13 +87,7 @@ class PagedLayout:
 
 
 class _Written(NamedTuple):
-    """The tokens of a pass that are put into the cache.
-
-    Attributes:
-        tokens: None for all.
-        places: of these in each group.
-        numbers: the same as tensors, where kernels put them there.
-    """
+    """The tokens of a pass that are put into the cache (None for all), and their places in each group."""
 
     tokens: Index | None
     places: list[Index]
@@ -107,7 +101,7 @@ class _Written(NamedTuple):
         all_ = True
         found: list[list[slice]] = [[] for _ in cache.windows]
         for row, begin in zip(rows, begins, strict=True):
-            end = row.start + len(row.tokens)
+            end = row.end
             left_out = min(max(0, begin - row.start), len(row.tokens))
             if left_out < len(row.tokens):
                 some += [slice(first + left_out, first + len(row.tokens))]
@@ -164,7 +158,6 @@ class _Text:
 
     def __init__(self, first: int, row: Row, cache: PagedCache, angles: AllAngles) -> None:
         self.row = row
-        self._end = row.start + len(row.tokens)
         self._own = slice(first, first + len(row.tokens))
         self._cache = cache
         self._angles = angles
@@ -177,7 +170,7 @@ class _Text:
         cache = self._cache
         start = self.row.start
         own = queries[self._own]
-        window = Window.within(weighting.window, self._end)
+        window = Window.within(weighting.window, self.row.end)
         by_kernels = cache.kernels is not None and slot not in cache.rebuilds
         # All that a whole prompt reads comes with the pass itself, or has been read by another program.
         fresh = None
@@ -216,8 +209,8 @@ class _Text:
         """The row's positions, cut where a chunk begins: tokens of a chunk look at the same first one."""
         borders = range(0)
         if window is not None and window.chunked:
-            borders = range((self.row.start // window.tokens + 1) * window.tokens, self._end, window.tokens)
-        return [slice(*part) for part in pairwise((self.row.start, *borders, self._end))]
+            borders = range((self.row.start // window.tokens + 1) * window.tokens, self.row.end, window.tokens)
+        return [slice(*part) for part in pairwise((self.row.start, *borders, self.row.end))]
 
     def _text(self, group: int, window: Window | None, part: slice, first: int) -> TextKeys:
         """The keys that some positions read in attentions of a group with such a window."""
@@ -232,7 +225,7 @@ class _Text:
     def _fresh(self, slot: int, kept: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values, (1, K, tokens, D) each, of a whole prompt."""
         if slot in self._cache.rebuilds:
-            return by_head(self._cache.rebuild(slot, kept, angles_at(self._angles, slice(0, self._end))))
+            return by_head(self._cache.rebuild(slot, kept, angles_at(self._angles, slice(0, self.row.end))))
         keys, values = kept.transpose(0, 1)[None].chunk(2, 1)
         return keys, values
 
@@ -255,13 +248,13 @@ class _Text:
         cache = self._cache
         group = cache.group_of[slot]
         if slot in cache.rebuilds:
-            runs = [cache.low_rank[slot][run] for run in stretches(self.row.runs[group], first, self._end)]
+            runs = [cache.low_rank[slot][run] for run in stretches(self.row.runs[group], first, self.row.end)]
             kept = runs[0]
             if len(runs) > 1:
-                kept = torch.cat(runs, out=cache.buffers.for_kept(cache.rebuilds[slot], self._end - first))
-            return by_head(cache.rebuild(slot, kept, angles_at(self._angles, slice(first, self._end))))
+                kept = torch.cat(runs, out=cache.buffers.for_kept(cache.rebuilds[slot], self.row.end - first))
+            return by_head(cache.rebuild(slot, kept, angles_at(self._angles, slice(first, self.row.end))))
         if (group, first) not in self._found:
-            places = as_index(stretches(self.row.runs[group], first, self._end), cache.device)
+            places = as_index(stretches(self.row.runs[group], first, self.row.end), cache.device)
             if isinstance(places, Tensor):
                 self._found[group, first] = places
             else:

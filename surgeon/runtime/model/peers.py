@@ -18,11 +18,9 @@ class Phase:
     """The cost of forward passes of one kind, as one rank measured it.
 
     Attributes:
-        tokens: that went through them.
-        new: tokens that they brought, on rank 0.
+        tokens: that went through them; new: that they brought, on rank 0.
         halved: passes that were computed in two halves.
-        layers: collectives of the program's steps and forks.
-        vocabulary: collectives of the embedding and the output head.
+        layers, vocabulary: collectives of the program's steps and forks, and of the embedding and the output head.
     """
 
     seconds: float = 0.0

@@ -77,9 +77,6 @@ class RankModel:
     """One rank's part of a model.
 
     Attributes:
-        peers: the ranks that it exchanges with.
-        program: its part of the program.
-        vocabulary: its rows of the embedding and of the output head.
         coda: behind the program, if any; the model predicts by it, but where ranks have stretches of the program.
         arriving: of a stretch that embeds no tokens, the stream before it.
         watcher: told when a recorded pass has computed its spans (`recording.spanned`).
@@ -151,8 +148,8 @@ class RankModel:
     def angles_of(self, rows: Sequence[Row], positions: Index) -> AllAngles:
         """Rotary angles of the rows' tokens at these positions, by the lengths of their texts."""
         if all(map(self.turns_by_position, rows)):
-            return angles_at(self.angles_up_to(max(row.start + len(row.tokens) for row in rows)), positions)
-        spans = [range(row.start, row.start + len(row.tokens)) for row in rows]
+            return angles_at(self.angles_up_to(max(row.end for row in rows)), positions)
+        spans = [range(row.start, row.end) for row in rows]
         lengths = [max(row.prompt, place + 1) for row, span in zip(rows, spans, strict=True) for place in span]
         places = [place for span in spans for place in span]
         both = torch.tensor([places, lengths], device=self.device)

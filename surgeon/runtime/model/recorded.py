@@ -40,7 +40,6 @@ class PassInputs:
 
     Attributes:
         numbers: (2 + twice the groups of the cache, B).
-        angles: of all positions.
         reads: of attentions of a group with a window.
     """
 
@@ -86,13 +85,7 @@ def _numbers(rows: Sequence[Row]) -> list[list[int]]:
 
 
 class RecordedPass(NamedTuple):
-    """A recorded pass over so many texts.
-
-    Attributes:
-        logits: this rank's of each text, (B, rows of the vocabulary).
-        sent: by a replay, which does not count it.
-        spans: calls whose time somebody wants to know.
-    """
+    """A recorded pass over so many texts, with logits, (B, rows of the vocabulary), and what it sends."""
 
     inputs: PassInputs
     replay: Replay

@@ -49,8 +49,6 @@ class SampledText:
 
     Attributes:
         again: whether it is drawn with the numbers of its places.
-        position: tokens chosen so far.
-        look: at first, of its filters.
         seen: the different tokens so far, if they are penalised.
         suppressed: tokens that must not come next.
         drafts: drafted tokens, and the distributions, (V,), that they were drawn from.

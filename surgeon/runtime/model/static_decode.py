@@ -46,12 +46,7 @@ TABLE = 3
 
 
 class Outputs(NamedTuple):
-    """Results of a static pass, on the device.
-
-    Attributes:
-        best: the most likely next token of each text, (B,), the same on every rank.
-        logits: of each text, (B, this rank's rows of the vocabulary).
-    """
+    """Results of a static pass, on the device: most likely tokens, (B,), and logits, (B, this rank's rows)."""
 
     best: Tensor
     logits: Tensor
@@ -74,13 +69,7 @@ class PassSize(NamedTuple):
 
 
 class View(NamedTuple):
-    """The places that attentions with the same window read.
-
-    Attributes:
-        places: of N tokens of each text, (B * N,).
-        mask: (B, 1, 1, N): 0, or minus infinity where there is no such token.
-        angles: of the tokens' positions, if there are keys to be turned.
-    """
+    """The places that attentions with the same window read, (B * N,), with a mask, (B, 1, 1, N), and their angles."""
 
     places: Tensor
     mask: Tensor
@@ -88,11 +77,7 @@ class View(NamedTuple):
 
 
 class StaticLayout:
-    """The places of a static pass's texts in the cache, all computed on the device.
-
-    Attributes:
-        positions: of the tokens, (B,), each in its text.
-    """
+    """The places of a static pass's texts in the cache, all computed on the device."""
 
     def __init__(
         self, inputs: Tensor, cache: PagedCache, angles: AllAngles = (), counters: Tensor | None = None
@@ -191,13 +176,7 @@ class StaticLayout:
 
 
 class StaticPass:
-    """The fixed tensors of passes of one size.
-
-    Attributes:
-        inputs: on the device, (B, 3 + W * groups of the cache).
-        buffers, counters: of the cache; a replay writes to them.
-        sent: by a replay, which does not count it.
-    """
+    """The fixed tensors of passes of one size; inputs are (B, 3 + W * groups of the cache)."""
 
     def __init__(self, size: PassSize, unread_block: int, cache: PagedCache) -> None:
         """Allocate all that it writes to."""
@@ -244,7 +223,7 @@ class StaticDecode(Way):
 
     def fits(self, rows: Sequence[Row]) -> bool:
         """Tell whether a pass of these rows can be a static one: each adds one token to a text."""
-        continues = all(row.start and len(row.tokens) == 1 and row.targets is None for row in rows)
+        continues = all(row.continues and row.targets is None for row in rows)
         return continues and all(map(self._model.turns_by_position, rows))
 
     def passes_to_record(self, cache: PagedCache, texts: int) -> Iterator[list[Row]]:

@@ -39,10 +39,9 @@ MOST_GROUPS = 8  # every one costs each pass a table to look up, and each row so
 
 @dataclass(frozen=True)
 class CacheGroups:
-    """A division of all attentions.
+    """A division of all attentions into groups with windows.
 
     Attributes:
-        windows: of the groups.
         slots: by rank, the group of each slot; a coda's, or a draft's own, come behind those of the program.
     """
 
@@ -337,8 +336,6 @@ class Capacity:
     """Texts that a cache holds at a time.
 
     Attributes:
-        blocks: of the cache.
-        windows: of its groups.
         longest: tokens that the longest text may have.
         max_batch: texts that are computed together at most.
         pass_tokens: of prompts in one pass.

@@ -26,7 +26,7 @@ class Part:
     Attributes:
         sublayer: the slice of it that this rank computes.
         index: of the sublayer in the step.
-        slot: for attentions, their cache slot on the rank (an attention that occurs twice has two).
+        slot: of an attention in the rank's cache (one that occurs twice has two).
         sharers: the ranks that compute slices of the same sublayer of the step, this one among them.
     """
 

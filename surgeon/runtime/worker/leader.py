@@ -102,10 +102,9 @@ class Leader:
         results = self.engine.step(rows, self.cache)
         chosen = self._choose(chunks, drafts, results)
         if self.scheduler.ahead is not None:
-            single = all(row.start and len(row.tokens) == 1 for row in rows)
             tokens = sum(len(row.tokens) for row in rows)
             seconds = time.perf_counter() - began
-            if single:
+            if all(row.continues for row in rows):
                 self.scheduler.ahead.note_pass(tokens, seconds)
             else:
                 self.scheduler.ahead.prompts.note(tokens, seconds)

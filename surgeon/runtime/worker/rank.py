@@ -47,8 +47,7 @@ class RankSettings:
     """A rank's settings.
 
     Attributes:
-        options: those of all ranks.
-        rendezvous: where ranks meet: on one machine a file that does not exist yet, else a store.
+        rendezvous: on one machine a file that does not exist yet, else a store.
         memory: for collectives "shm", the file descriptor of the memory they share.
     """
 
@@ -61,13 +60,10 @@ class RankSettings:
 
 @dataclass(frozen=True)
 class RankError:
-    """A rank's report that it cannot go on.
+    """A rank's report that it cannot go on; its monotonic clock tells a cause from its consequences on other ranks.
 
     Attributes:
-        time: of its machine's monotonic clock, which tells a cause from its consequences on other ranks.
         mendable: whether it was a ValueError, whose message is for users.
-        line: the message.
-        trace: the traceback.
     """
 
     time: float
@@ -82,8 +78,7 @@ class Rank:
     Attributes:
         collectives: the connection to all ranks.
         engines: by name, for later functions.
-        sender, receiver: of messages from rank 0 to all others.
-        ring: the connections to the rank before and the next one, once these are there (worker/pipeline.py).
+        sender, receiver: of messages from rank 0 to all others; ring: of those in a pipeline (worker/pipeline.py).
     """
 
     ring: Ring | None = None

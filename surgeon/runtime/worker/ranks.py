@@ -41,7 +41,7 @@ class RankProcess(ABC):
 
     Attributes:
         connection: for commands and answers.
-        name, process: of the rank and its process, in messages.
+        name, process: in messages.
         lag: seconds by which its machine's monotonic clock lags behind this machine's.
     """
 
@@ -148,16 +148,12 @@ GRACE_SECONDS = 0.5  # how long to look for the rank that failed first, when ano
 class Ranks(AbstractContextManager["Ranks"]):
     """A number of rank processes; a context manager that leaves none behind.
 
-    They are child processes of this one, and need nothing but each other: no port, no environment, no file that
-    outlives them. Under torchrun only rank 0 is; the others are the processes of torchrun that have joined this one.
+    They are child processes of this one, without port, environment, or file that outlives them. Under torchrun only
+    rank 0 is; the others are the processes of torchrun that have joined this one.
     """
 
     def __init__(self, options: RankOptions, wait: bool = True) -> None:
-        """Start them, or wait until they have joined.
-
-        Args:
-            wait: until they have connected; if not, the first call does, and raises `RankFailed` if one cannot.
-        """
+        """Start them, or wait until they have joined and, unless the first call is to do so, connected."""
         self.options = options
         ranks = options.ranks
         self._ending = threading.Lock()

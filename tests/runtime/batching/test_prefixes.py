@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surgeon.runtime.batching.prefixes import ROOT, KnownPrefixes
+from surgeon.runtime.batching.blocks import ROOT, KnownPrefixes
 
 Path = tuple[int, ...]  # of blocks, each told apart by one token
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from surgeon.benchmarks.compressed import divergence_of_compressed, windows_to_compare
+from surgeon.cost.deployment import Deployment
 from surgeon.language.program import Program
-from surgeon.runtime.comm.collectives import Alone, Compressed, Counts
-from surgeon.runtime.comm.wires import WIRES
+from surgeon.runtime.comm.collectives import Alone, Compressed, Counts, Unconnected
+from surgeon.runtime.comm.wires import WIRES, Wire
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
@@ -95,6 +96,35 @@ def test_what_is_no_number_stays_none(kind: str, bad: float) -> None:
     found = there_and_back(tensor, kind)
     assert not found[1].isfinite().all()
     assert found[[0, 2]].isfinite().all()
+
+
+class Halves(Wire):
+    """Numbers of 16 bits: all that one more wire has to say."""
+
+    name = "float16"
+
+    def parts(self, width: int, dtype: torch.dtype) -> list[tuple[int, torch.dtype]]:  # noqa: ARG002
+        return [(width, torch.float16)]
+
+    def encode(self, rows: Tensor) -> list[Tensor]:
+        return [rows.half()]
+
+    def decode(self, parts: Sequence[Tensor], width: int, dtype: torch.dtype) -> Tensor:  # noqa: ARG002
+        return parts[0].float()
+
+
+def test_one_more_wire_is_known_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="no compression 'float16'"):
+        RankOptions(2, compression="float16")
+    monkeypatch.setitem(WIRES, "float16", Halves())
+    assert str(RankOptions(2, compression="float16")).endswith(", float16")
+    assert Deployment(2, compress="float16").compress == "float16"
+    tensor = torch.randn(4, 3, 70).half().float()
+    assert torch.equal(there_and_back(tensor, "float16"), tensor)
+    assert WIRES["float16"].count_bytes(tensor.shape, tensor.dtype) == tensor.nbytes // 2
+    counts = Counts()
+    sums = Compressed(Unconnected(0, (0, 1)), "float16").all_reduce(tensor, counts)()
+    assert torch.equal(sums, 2 * tensor)
 
 
 @pytest.fixture(scope="module", params=[("gloo", 2), ("shm", 4)], ids=lambda pair: f"{pair[0]}{pair[1]}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -382,3 +383,8 @@ def test_rotary_positions_are_those_of_transformers(
 
 def test_activations_that_ranks_compute_themselves_are_known() -> None:
     assert set(OWN_ACTIVATIONS) == set(ACTIVATIONS)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_travel_with_plans(name: str) -> None:
+    assert pickle.loads(pickle.dumps(FAMILIES[name])).model_type == name
