@@ -17,8 +17,7 @@ from torch import Tensor
 import surgeon
 from surgeon.analysis.engine import memory
 from surgeon.analysis.similarity import CKA_COLUMNS, similarity
-from surgeon.checkpoint.load import load
-from surgeon.checkpoint.streamed import load_streamed, streamed_layers
+from surgeon.checkpoint.load import load, load_streamed, streamed_layers
 from surgeon.findings.similarity import Similarity
 from surgeon.models.edit import program_of
 from surgeon.quality.data import Windows

@@ -15,8 +15,7 @@ from surgeon.analysis.engine import measure as measure_module
 from surgeon.analysis.engine.measure import MeasureOptions, by_layer, measure, place
 from surgeon.analysis.engine.memory import windows_at_once
 from surgeon.analysis.engine.sharing import Extend, Reach, RunStep, reads, share
-from surgeon.checkpoint.load import load
-from surgeon.checkpoint.streamed import load_streamed, streamed_layers
+from surgeon.checkpoint.load import load, load_streamed, streamed_layers
 from surgeon.language.operations import ladder, merge, pair, parallel, prune, shuffle
 from surgeon.language.program import Program, steps_of
 from surgeon.memory import resident_bytes

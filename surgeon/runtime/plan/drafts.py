@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from surgeon.checkpoint.load import open_stored
+from surgeon.checkpoint.config import open_stored
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.errors import shown
 from surgeon.language.operations.declare import VARIANTS
