@@ -50,8 +50,8 @@ def show_size(size: float) -> str:
 def use_huge_pages() -> None:
     """Put large tensors in huge pages, where the system gives them on request; call before importing torch.
 
-    They save page lookups for weights and caches, which are read all the time: some hundredths of a pass. Scans, whose
-    tensors come and go, were not faster. Settings in the user's environment stay.
+    Fewer page lookups saved some hundredths of a pass; scans, whose tensors come and go, were not faster. Settings in
+    the user's environment stay.
     """
     os.environ.setdefault(HUGE_PAGES, "1")
 
@@ -59,9 +59,9 @@ def use_huge_pages() -> None:
 def share_heaps() -> None:
     """Serve all threads' memory from two heaps (glibc; elsewhere nothing changes); call before they begin.
 
-    Else each thread has one of its own, which keeps its peak: 0.2 GB of the peak of a fused export of 8 GB
-    (MALLOC_ARENA_MAX=16 python scripts/bench/export.py --only fused --no-faults, and without it). Settings in the
-    user's environment stay.
+    Else each thread's own keeps its peak: 0.2 GB of the peak of a fused export of 8 GB
+    (MALLOC_ARENA_MAX=16 python scripts/bench/export.py --only fused --no-faults). Settings in the user's environment
+    stay.
     """
     _set_allocator(ARENAS)
 
@@ -69,8 +69,8 @@ def share_heaps() -> None:
 def keep_freed_memory() -> None:
     """Keep some of the memory that one pass frees for the next one (glibc; elsewhere nothing changes).
 
-    Memory returned to the system comes back as pages to be cleared, and a pass has many large tensors that are soon
-    freed: that was seen to take a tenth of a prompt of 512 tokens. Settings in the user's environment stay.
+    Memory returned to the system comes back as pages to be cleared, which took a tenth of a prompt of 512 tokens.
+    Settings in the user's environment stay.
     """
     _set_allocator(KEPT_FREE, ON_HEAP)
 

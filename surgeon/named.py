@@ -81,7 +81,7 @@ class HubName(NamedTuple):
 
     @property
     def address(self) -> str:
-        """Of its page."""
+        """URL of its page."""
         page = f"https://huggingface.co/{self.repository}"
         if self.file is not None:
             return f"{page}/blob/{quote(self.revision or 'main', safe='')}/{self.file}"
@@ -122,8 +122,9 @@ def hub_name(text: str) -> HubName | None:
 
 def model_name(text: str | Path) -> str:
     """Return a model's name as records have it: owner/name@revision of a hub model, however it was typed."""
-    found = hub_name(str(text)) if on_disk(text) is None else None
-    return str(text if found is None else found)
+    if on_disk(text) is None and (found := hub_name(str(text))) is not None:
+        return str(found)
+    return str(text)
 
 
 def name_of(text: str | Path) -> str:
@@ -149,8 +150,9 @@ def public(text: str) -> str:
 
 def is_gguf(text: str | Path) -> bool:
     """Tell whether it names a GGUF file, on this machine's disk or on the hub."""
-    found = hub_name(str(text)) if on_disk(text) is None else None
-    return Path(str(text) if found is None else found.file or "").suffix.lower() == GGUF
+    if on_disk(text) is None and (found := hub_name(str(text))) is not None:
+        text = found.file or ""
+    return Path(text).suffix.lower() == GGUF
 
 
 def is_recipe(text: str | Path) -> bool:

@@ -73,7 +73,7 @@ class Model(StoredModel):
 
     @property
     def public_name(self) -> str:
-        """Its name without its place on this machine."""
+        """The name without the place on this machine."""
         return name_of(self.name)
 
     @property
@@ -93,7 +93,7 @@ class Model(StoredModel):
 
     @cached_property
     def shapes(self) -> ModelShapes:
-        """Its sizes, by its configuration."""
+        """Sizes, by the configuration."""
         return ModelShapes.of(self.label, self.config)
 
     @property
@@ -117,12 +117,12 @@ class Model(StoredModel):
         return {"gguf": {name: value for name, value in read_json(path).items() if name != "written"}}
 
     def provenance(self, **more: Any) -> dict[str, Any]:
-        """The record that goes into results; weights are read for their hash, which is empty where there are none."""
-        return provenance(self.name, "" if self.files is None else self.hash, **more, **self.gguf)
+        """Return the record that goes into results; weights are read for their hash."""
+        return provenance(self.name, self.hash, **more, **self.gguf)
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Its tokenizer, every token of which has a row in the embedding."""
+        """The tokenizer, every token of which has a row in the embedding."""
         from surgeon.checkpoint.texts import open_tokenizer  # takes transformers' tokenizers, which take a second
 
         return open_tokenizer(self)

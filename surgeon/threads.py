@@ -22,10 +22,10 @@ LOOKS = "100000"  # before a thread sleeps: some tenths of a millisecond
 def wait_asleep() -> None:
     """Have waiting threads of this process and its children sleep soon; call it before torch is imported.
 
-    GNU's OpenMP, which torch computes with, spins by default, which takes the core that another process needs: decoding
-    beside one was seen to be 16 times slower. Threads that sleep at once are slow to wake, on an idle machine too. A
-    scan of the demo model on two cores took 20 s with endless spinning, 27 s with none and 18 s with this much; beside
-    two busy processes 41 s with none and 37 s with this much. Settings in the user's environment stay.
+    GNU's OpenMP, which torch computes with, spins by default and takes the core of another process: decoding beside one
+    was 16 times slower. A scan of the demo model on two cores took 20 s with endless spinning, 27 s with none and 18 s
+    with this much; beside two busy processes 41 s with none and 37 s with this much. Settings in the user's environment
+    stay.
     """
     if SPIN not in os.environ and POLICY not in os.environ:
         os.environ[SPIN] = LOOKS
@@ -48,9 +48,9 @@ def threads_per_rank(ranks: int) -> int:
 def keep_to_share(number: int, count: int) -> None:
     """Pin this thread, and those that it starts, to their own part of the cores.
 
-    Of processes that wait for each other two come to lie on one core where a third one is busy, and stay there: a waker
-    pulls the woken one near. On cores of their own they lose to a process of lower priority next to nothing
-    (scripts/bench/engines.py --neighbour). Nothing happens where there are fewer cores than processes, or no affinity.
+    Else two of several processes that wait for each other come to lie on one core where a third one is busy, and stay
+    there. Pinned they lose next to nothing to a process of lower priority (scripts/bench/engines.py --neighbour).
+    Nothing happens where there are fewer cores than processes, or no affinity.
 
     Args:
         number: of this process among `count`, from 0.

@@ -1,9 +1,7 @@
 """Files beside a model's configuration and weights: which go on into checkpoints made of it, and its card's metadata.
 
-Names count without regard to case (`license.txt` is as good as `LICENSE`), with slashes in folders inside.
-
-A card is no reason for an export to fail: its front matter is written by hand, and damaged or odd entries are left out
-with a note.
+Names count without regard to case (`license.txt` is as good as `LICENSE`), with slashes in folders inside. Damaged or
+odd entries of a card are left out with a note: it is written by hand, and no reason for an export to fail.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Codas beside a checkpoint, by which every rack of a model predicts by itself (see `surgeon.training.racks`).
 
-The checkpoint itself is the whole program, an ordinary checkpoint that everything loads; in its folder lies
+The checkpoint itself is an ordinary one of the whole program; in its folder lies
 
     codas/codas.json             racks, the hash of the weights, a coda's configuration and program
     codas/rack-0.safetensors     the coda of rack 0: its layers, final norm and head, named as in a model of these alone

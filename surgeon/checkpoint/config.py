@@ -14,7 +14,7 @@ from surgeon.checkpoint.belongings import REPORT_FILE
 from surgeon.checkpoint.forms import FORMS, form_of
 from surgeon.checkpoint.forms.base import config_beside
 from surgeon.checkpoint.forms.fused import GLOBAL_WIDTHS_KEY, WIDTHS_KEY
-from surgeon.checkpoint.imported import uniform
+from surgeon.checkpoint.imported import translate_entries
 from surgeon.checkpoint.locate import CONFIG, find_config, locate
 from surgeon.checkpoint.read import QUANTIZATION, Checkpoint, read_json
 from surgeon.checkpoint.stored import StoredModel
@@ -98,7 +98,7 @@ def read_config_only(what: str | Path) -> tuple[Any, Program | None]:
             not there.
     """
     path = find_config(what)
-    entries = uniform(text_entries(read_json(path))).entries
+    entries = translate_entries(text_entries(read_json(path))).entries
     model_type = _model_type(entries, path)
     if model_type == FUSED.model_type:
         return _of_source(path)

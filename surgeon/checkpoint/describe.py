@@ -11,7 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ class Surgery:
         unedited: its program.
         program: run now, over its layers.
         recipe: if it is one.
+        report: the checkpoint's surgeon.json; empty if there is none.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Surgery:
     unedited: Program
     program: Program
     recipe: Recipe | None = None
+    report: dict[str, Any] = field(default_factory=dict)
 
     @property
     def steps_per_layer(self) -> int:
@@ -74,11 +76,6 @@ class Surgery:
         return form_of(self.stored.checkpoint)
 
     @property
-    def report(self) -> dict[str, Any]:
-        """The checkpoint's surgeon.json; empty if there is none."""
-        return ({} if self.recipe is not None else self.stored.report) or {}
-
-    @property
     def sources(self) -> list[tuple[int, ...]]:
         """For each layer of the checkpoint, the unedited model's layers that it comes from."""
         if "stored_layers" in self.report:
@@ -94,12 +91,12 @@ class Surgery:
 
     @property
     def from_scratch(self) -> bool:
-        """Whether it was trained from random weights, so that there is no unedited model."""
+        """True if it was trained from random weights, so that there is no unedited model."""
         return is_no_source(self.report.get("source", {}))
 
     @property
     def trained(self) -> str | None:
-        """That training in a few words; None where there was none."""
+        """The training in a few words; None where there was none."""
         said = self.training
         if said is None:
             return None
@@ -111,13 +108,9 @@ class Surgery:
     @property
     def codas(self) -> tuple[list[str], int] | None:
         """The racks' ranges of layers and the depth of their codas, where such lie beside it (see codas.py)."""
-        if self.recipe is not None:
-            found = None
-        else:
-            found = read_codas(self.stored.folder, check_weights=False)
-        if found is None:
-            return None
-        return (list(found.racks), found.depth)
+        if self.recipe is None and (found := read_codas(self.stored.folder, check_weights=False)) is not None:
+            return (list(found.racks), found.depth)
+        return None
 
 
 def describe(what: str | Path) -> Surgery:
@@ -128,17 +121,18 @@ def describe(what: str | Path) -> Surgery:
         program = recipe_program(recipe, model.config, model.own)
         return Surgery(Path(what).name, model, recipe.model, model.num_layers, model.program, program, recipe)
     stored = open_stored(what)
+    steps = stored.family.steps_per_layer
     if (report := stored.report) is None:
-        dense = Program.dense(stored.num_layers, stored.family.steps_per_layer)
+        dense = Program.dense(stored.num_layers, steps)
         return Surgery(name_of(what), stored, None, stored.num_layers, dense, stored.program)
     source = report["source"]
-    layers = report["source"]["num_layers"]
-    own = source.get("program")
-    if own is None:
-        unedited = Program.dense(layers, stored.family.steps_per_layer)
+    layers = source["num_layers"]
+    if source.get("program") is None:
+        unedited = Program.dense(layers, steps)
     else:
-        unedited = Program.parse(own)
-    return Surgery(name_of(what), stored, source["model"], layers, unedited, Program.parse(report["program"]))
+        unedited = Program.parse(source["program"])
+    program = Program.parse(report["program"])
+    return Surgery(name_of(what), stored, source["model"], layers, unedited, program, report=report)
 
 
 PART = 1 << 24  # bytes of a tensor that are compared at a time

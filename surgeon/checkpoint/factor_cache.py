@@ -24,7 +24,7 @@ from surgeon.processes.files import whole_file
 
 
 class FactorCache:
-    """Another source's factors, made once.
+    """Factors of another source, made once.
 
     Attributes:
         folder: where to keep them; without one they are made on every call.

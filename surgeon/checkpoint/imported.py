@@ -86,7 +86,7 @@ class Uniform:
     divides: bool = False
 
 
-def uniform(entries: Entries) -> Uniform:
+def translate_entries(entries: Entries) -> Uniform:
     """Return config.json as in the program form, where it has `block_configs`; else as it is."""
     model_type = str(entries.get("model_type"))
     if model_type in BASE_TYPES:
@@ -118,20 +118,20 @@ def uniform(entries: Entries) -> Uniform:
     return Uniform(kept, {layer: times for layer, times in repeats.items() if times > 1})
 
 
-def as_program_form(entries: Entries, store: TensorFiles) -> tuple[Entries, dict[str, StoredTensor]]:
+def translate_model(entries: Entries, store: TensorFiles) -> tuple[Entries, dict[str, StoredTensor]]:
     """Return config.json and the tensors of a model as they would be in the program form."""
-    found = uniform(entries)
+    found = translate_entries(entries)
     tensors = dict(store.tensors)
     family = FAMILIES.get(str(found.entries.get("model_type")))
     if family is None or (layers := Names(store, family).prefix_of_layers) is None:
         return found.entries, tensors
-    pairs = factor_pairs(family, layers, store)
+    pairs = find_pairs(family, layers, store)
     for pair in pairs.values():
         outputs = sum(store.shape(name)[0] for name in pair.seconds)
         first = [tensors.pop(pair.first)]
         tensors |= {f"{pair.path}.first.weight": first[0]}
         for name, stored, shape, make in (
-            ("second.weight", pair.seconds, (outputs, pair.rank), in_blocks),
+            ("second.weight", pair.seconds, (outputs, pair.rank), join_blocks),
             ("second.bias", pair.biases, (outputs,), torch.cat),
         ):
             parts = [tensors.pop(one) for one in stored]
@@ -142,11 +142,11 @@ def as_program_form(entries: Entries, store: TensorFiles) -> tuple[Entries, dict
             path = f"{layers}{layer}.{family.attention.projection(role).path}"
             for name in {f"{path}.weight", f"{path}.bias"} & tensors.keys():
                 rows, *others = tensors[name].shape
-                make = partial(repeated_heads, rows * times // int(found.entries["num_key_value_heads"]), times)
+                make = partial(repeat_heads, rows * times // int(found.entries["num_key_value_heads"]), times)
                 tensors[name] = Derived([tensors[name]], (rows * times, *others), make)
-    for name, layer in queries_by_layer(family, layers, store) if found.divides else ():
-        tensors[name] = Derived([tensors[name]], tensors[name].shape, partial(divided_queries, layer + 1))
-    return with_ranks(found.entries, family, pairs), tensors
+    for name, layer in find_queries(family, layers, store) if found.divides else ():
+        tensors[name] = Derived([tensors[name]], tensors[name].shape, partial(divide_queries, layer + 1))
+    return add_ranks(found.entries, family, pairs), tensors
 
 
 def _part(block: Entries, name: str, layer: int) -> Entries | None:
@@ -194,27 +194,27 @@ def _neurons(block: Entries, entries: Entries, layer: int) -> int | None:
     return -(-neurons // _ROUNDED_TO) * _ROUNDED_TO
 
 
-def repeated_heads(head_dim: int, times: int, tensors: list[Tensor]) -> Tensor:
+def repeat_heads(head_dim: int, times: int, tensors: list[Tensor]) -> Tensor:
     """Repeat every head of the rows of a KV projection."""
     (rows,) = tensors
     heads: Tensor = rows.unflatten(0, (-1, head_dim))
     return heads.repeat_interleave(times, 0).flatten(0, 1)
 
 
-def queries_by_layer(family: Family, layers: str, store: Store) -> list[tuple[str, int]]:
+def find_queries(family: Family, layers: str, store: Store) -> list[tuple[str, int]]:
     """List the tensors that make queries, keys and values in layers behind the first, with their layer."""
     pattern = rf"{re.escape(layers)}([1-9]\d*)\.{re.escape(family.attention.projection('q').path)}\.(weight|bias)"
     return [(name, int(one[1])) for name in store.names() if (one := re.fullmatch(pattern, name))]
 
 
-def divided_queries(number: int, tensors: list[Tensor]) -> Tensor:
+def divide_queries(number: int, tensors: list[Tensor]) -> Tensor:
     """Divide queries, which come before as many keys and as many values."""
     (whole,) = tensors
     queries, *others = whole.chunk(3, -1)
     return torch.cat([(queries.float() / number).to(whole.dtype), *others], -1)
 
 
-def factor_pairs(family: Family, layers: str, store: Store) -> dict[tuple[int, str], Pair]:
+def find_pairs(family: Family, layers: str, store: Store) -> dict[tuple[int, str], Pair]:
     """Find the matrices that are stored as two factors, by layer and role."""
     roles = {one.path: one.role for spec in (family.attention, family.mlp) for one in spec.projections}
     alone = [
@@ -265,7 +265,7 @@ def _numbers(name: str) -> list[int]:
     return [int(one) for one in re.findall(r"\d+", name)]
 
 
-def with_ranks(entries: Entries, family: Family, pairs: Mapping[tuple[int, str], Pair]) -> Entries:
+def add_ranks(entries: Entries, family: Family, pairs: Mapping[tuple[int, str], Pair]) -> Entries:
     """Return config.json in the program form, with a rank for each pair of factors."""
     if not pairs:
         return entries
@@ -287,7 +287,7 @@ def with_ranks(entries: Entries, family: Family, pairs: Mapping[tuple[int, str],
     return entries | {PROGRAM_KEY: str(program.renamed(ranked))}
 
 
-def in_blocks(tensors: list[Tensor]) -> Tensor:
+def join_blocks(tensors: list[Tensor]) -> Tensor:
     """Join several factors as blocks along the diagonal of one."""
     made: Tensor = torch.block_diag(*tensors)
     return made.to(tensors[0].dtype)

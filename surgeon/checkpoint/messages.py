@@ -1,8 +1,8 @@
 """Messages of chats as chat templates take them.
 
-People and clients write one message in several ways, and a template reads one: contents are texts or lists of parts; an
-answer that calls tools has no content, an empty one, or null; the arguments of a call are an object (as transformers'
-own templates take them) or its JSON (as OpenAI's API sends them, and DeepSeek's templates take them).
+One message can be written in several ways, of which a template reads one: contents are texts or lists of parts; an
+answer that calls tools has no content, an empty one, or null; the arguments of a call are an object (in transformers'
+own templates) or its JSON (in OpenAI's API, and DeepSeek's templates).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgeon.checkpoint.imported import uniform
+from surgeon.checkpoint.imported import translate_entries
 from surgeon.checkpoint.read import Checkpoint, Wrapped, read_json
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.checkpoint.tensor_file import StoredTensor, TensorFiles
@@ -63,15 +63,17 @@ class RandomCheckpoint(Checkpoint):
         self.weight_files = {path}
         self.folder = path
         self.where = str(path)
-        entries = read_json(path) if config is None else config.to_dict()
-        if (wrapper := wrapper_of(entries)) is not None:
-            self.wrapped = Wrapped(wrapper, TensorFiles(), entries)
-        self.entries = entries
-        self.config = uniform(text_entries(entries)).entries if config is None else entries
-        parsed = read_config_only(path)[0] if config is None else config
+        if config is None:
+            config, _ = read_config_only(path)
+            self.entries = read_json(path)
+            self.config = translate_entries(text_entries(self.entries)).entries
+        else:
+            self.entries = self.config = config.to_dict()
+        if (wrapper := wrapper_of(self.entries)) is not None:
+            self.wrapped = Wrapped(wrapper, TensorFiles(), self.entries)
         try:
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(parsed, dtype=parsed.dtype or torch.bfloat16)
+                model = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.bfloat16)
         except Exception as error:  # whatever it trips over is a fault of the file
             raise ValueError(f"{path} describes no model that can be built ({first_line(error)})") from error
         self.tensors = {  # of tied ones, the first

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from surgeon.checkpoint.imported import as_program_form
+from surgeon.checkpoint.imported import translate_model
 from surgeon.checkpoint.tensor_file import StoredTensor, TensorFiles, blocks_of, parse_json
 from surgeon.models.weights.quantised import Quantised, quantised_matrices
 from surgeon.models.wrappers import Prefixes, Wrapper, renamed, wrapper_of
@@ -176,15 +176,16 @@ class Checkpoint(TensorFiles):
             self.wrapped = Wrapped(wrapper, self.copy(), entries)
             inside = {renamed(name, self.wrapped.prefixes): one for name, one in self.tensors.items()}
             self.tensors = {name: one for name, one in inside.items() if name is not None}
-        self.config, self.tensors = as_program_form(config, self)
+        self.config, self.tensors = translate_model(config, self)
         self.imported = self.config != config
         self.raw = self.copy()
         self.quantised = quantised_matrices(self.raw, entries.get(QUANTIZATION) or config.get(QUANTIZATION))
-        matrices = {name: Dequantised(matrix, self.raw) for name, matrix in self.quantised.items()}
-        owner = {part: name for name, matrix in self.quantised.items() for part in matrix.parts.values()}
-        self.tensors = {
-            owner.get(name, name): matrices[owner[name]] if name in owner else one for name, one in self.tensors.items()
+        matrices: dict[str, StoredTensor] = {
+            name: Dequantised(matrix, self.raw) for name, matrix in self.quantised.items()
         }
+        owner = {part: name for name, matrix in self.quantised.items() for part in matrix.parts.values()}
+        names = {name: owner.get(name, name) for name in self.tensors}
+        self.tensors = {names[name]: matrices.get(names[name], one) for name, one in self.raw.tensors.items()}
 
     def _index(self) -> dict[str, set[str]]:
         """Map the weight files that `transformers` would load to the tensors that the index says are in each.

@@ -41,7 +41,7 @@ class StoredModel:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """Its files, with the headers of its weights."""
+        """Files, with the headers of the weights; ValueError if there is only a configuration."""
         if self.files is None:
             raise ValueError(
                 f"{self.name} was opened by its configuration alone, and this needs its files; open it with its weights"
@@ -70,7 +70,7 @@ class StoredModel:
 
     @property
     def program(self) -> Program:
-        """Its own program, or its layers one after the other."""
+        """The checkpoint's own program, or its layers one after the other."""
         return self.own or Program.dense(self.num_layers, self.family.steps_per_layer)
 
     @cached_property
@@ -90,7 +90,7 @@ class StoredModel:
 
     @property
     def size(self) -> int:
-        """Of its tensors in their files, in bytes."""
+        """Bytes of its tensors in their files."""
         return sum(tensor.num_bytes for tensor in self.checkpoint.tensors.values())
 
     @property

@@ -1,8 +1,8 @@
 """The record of a checkpoint's training, after surgery or from scratch, and the proof that its program was trained.
 
-Training changes every weight that it reaches, so that measurements of the original no longer hold; a model from scratch
-never had one. The program can still be proven: the stored one is that of the recipe, or of the configuration of a model
-from scratch, with the layers under other numbers.
+Training changes every weight, so that measurements of the original no longer hold; a model from scratch never had one.
+The program can still be proven: the stored one is the recipe's, or the configuration's of a model from scratch, with
+the layers under other numbers.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from surgeon.language.program import Program
 from surgeon.named import on_disk
 from surgeon.opened import Model
 from surgeon.progress import progress
+from surgeon.provenance import provenance
 from surgeon.runtime.plan.drafts import named_draft
 
 
@@ -79,7 +80,7 @@ def record_of(name: str, hardware: Hardware, cells: Sequence[SweepCell], said: d
         "hardware": hardware.name,
         "hardware_file": write_hardware(hardware),
     }
-    return cells[0].candidate.model.provenance(**settings) | {"model": name, "model_hash": ""}
+    return provenance(name, "", **settings, **cells[0].candidate.model.gguf)
 
 
 def open_draft(model: Model, draft: str | Path | Program, layers: range | None) -> Candidate:

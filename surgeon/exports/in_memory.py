@@ -135,7 +135,7 @@ def export_with_codas(
 
     def add_codas(written: Path) -> None:
         if codas:
-            write_codas(written, racks, nodes, depth, codas, None if dtype is None else DTYPES[dtype])
+            write_codas(written, racks, nodes, depth, codas, DTYPES.get(dtype or ""))
             _prove_codas(written, nodes, codas)
 
     return export(model, folder, dtype=dtype, overwrite=overwrite, complete=add_codas, **options)

@@ -102,12 +102,12 @@ class ExportPlan:
 
     @property
     def has_factors(self) -> bool:
-        """Whether the program has ranks."""
+        """True if the program has ranks."""
         return any(sublayer.ranks for sublayer in self.program.sublayers())
 
     @property
     def makes_factors(self) -> bool:
-        """Whether factors are still to be made, once for both runs and for writing."""
+        """True if factors are still to be made, once for both runs and for writing."""
         return self.has_factors and self.factors.folder is None
 
     def config(self) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def plan_export(
         kept = factors
     else:
         kept = FactorCache(factors or TruncatedSVD())
-    tensors = layout.form.tensors(original, layout, None if dtype is None else DTYPES[dtype], kept)
+    tensors = layout.form.tensors(original, layout, DTYPES.get(dtype or ""), kept)
     companions = companions or companions_of(original.folder, original.checkpoint.file_names)
     return ExportPlan(original, program, layout, tensors, companions, dtype, kept)
 

@@ -248,19 +248,19 @@ class _Versions:
         self._uncompared = set(rounded)
 
     def written(self, name: str, count: int | None) -> Iterable[Sequence[Tensor]]:
-        """As written; waits for them."""
+        """Yield rows as written; waits for them."""
         for path in self._checkpoint[name].paths:
             self._wait(path.name)
         return zip(self._checkpoint[name].rows(count))  # the only version
 
     def both(self, name: str, count: int | None) -> Iterable[Sequence[Tensor]]:
-        """Before rounding and as written, where that makes a difference."""
+        """Yield rows before rounding and as written, where that makes a difference."""
         if name in self._rounded:
             return self._compared(name)
         return self.written(name, count)
 
     def exact(self, name: str, count: int | None) -> Iterable[Sequence[Tensor]]:
-        """Before rounding."""
+        """Yield rows before rounding."""
         return (rows[:1] for rows in self.both(name, count))
 
     def compare_unread(self) -> None:

@@ -1,10 +1,10 @@
 """A fused checkpoint as the model that it was made of: a stock model whose layers run side by side again.
 
-So it can be trained with the tools for stock models, edited and exported again. Folded norms stay so: of a pair the
-norm's gain is 1, and its shift is in the biases behind it, which the architecture must have a place for.
+It can be trained with the tools for stock models, edited and exported again. Folded norms stay so: of a pair the norm's
+gain is 1, and its shift is in the biases behind it, for which the architecture must have a place.
 
-The inverse of `surgeon.checkpoint.forms.fused`: heads take turns, one KV group of each layer at a time, and
-neurons lie one layer after the other; q, k, v, gate and up have them in rows, o and down in columns.
+The inverse of `surgeon.checkpoint.forms.fused`: heads take turns, one KV group of each layer at a time, and neurons lie
+one layer after the other, in rows of q, k, v, gate and up and in columns of o and down.
 """
 
 from __future__ import annotations

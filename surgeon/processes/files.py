@@ -59,7 +59,7 @@ def whole_file(path: Path, durable: bool = False) -> Iterator[Path]:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, and those that it lies in, where they are not there yet."""
+    """Make a folder, and its parents, where they are missing."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
@@ -67,13 +67,13 @@ def make_folder(folder: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file that is whole or not there."""
+    """Write a text file, whole or not at all."""
     with whole_file(path) as beside:
         beside.write_text(text, encoding="utf-8")
 
 
 def finite(value: Any) -> Any:
-    """A JSON value with None in place of NaN and infinity, which JSON does not have."""
+    """Replace NaN and infinity, which JSON does not have, by None."""
     if isinstance(value, Mapping):
         return {key: finite(inside) for key, inside in value.items()}
     if isinstance(value, list | tuple):
@@ -84,7 +84,7 @@ def finite(value: Any) -> Any:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a JSON file that is whole or not there."""
+    """Write a JSON file, whole or not at all."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
@@ -108,17 +108,13 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Wait until a folder and all that lies in it are on the disk: the last thing before it gets its name."""
+    """Wait until a folder and its content are on the disk: the last thing before it gets its name."""
     for path in (*folder.rglob("*"), folder):
         sync(path)
 
 
 def cache_folder(what: str) -> Path:
-    """Where files of some kind are kept on this machine, to be made again if they are gone.
-
-    Raises:
-        FileNotFoundError: if the user has no home, and the environment names no other place.
-    """
+    """Return the folder for files that can be made again on this machine; FileNotFoundError without a home."""
     kept = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(kept) if kept else Path.home() / ".cache") / "surgeon" / what
@@ -138,7 +134,7 @@ def check_space(folder: Path, needed: int) -> None:
 
 
 def show_bytes(count: int) -> str:
-    """A size as people write it: 12.7 MB."""
+    """Write a size: 12.7 MB."""
     size = float(count)
     for unit in ("bytes", "KB", "MB", "GB"):
         if size < 1000:
@@ -168,7 +164,7 @@ def lock(descriptor: int, wait: bool = False) -> bool:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Wait until nobody else has locked a file, which is made if it is not there, and lock it while inside."""
+    """Lock a file, which is made if need be, while inside; waits for others to unlock it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         with naming(path):
@@ -206,7 +202,7 @@ def scratch(target: Path) -> Iterator[Path]:
 
 
 def _partial_folder(target: Path) -> tuple[Path, int]:
-    """A new folder beside the target, and what is open and locked of it while this process lives."""
+    """Make a folder beside the target, open and locked while this process lives."""
     while True:
         folder = target.parent / f".{target.name}.{MARK}-{os.getpid()}-{secrets.token_hex(4)}"
         folder.mkdir()
@@ -228,9 +224,9 @@ def _is_at(handle: int, path: Path) -> bool:
 
 
 def remove_stale(target: Path) -> None:
-    """Remove what runs that died left beside the target; bring back a target that one of them had moved aside.
+    """Remove partial folders of dead runs beside the target; bring back a target that one of them moved aside.
 
-    What cannot be told to be of a run that died, or cannot be removed, is left alone.
+    Folders that may be of a living run, or cannot be removed, are left alone.
     """
     pattern = re.compile(rf"\.{re.escape(target.name)}\.{MARK}-\d+-[\w-]+")
     for path in target.parent.iterdir():
@@ -251,10 +247,10 @@ def remove_stale(target: Path) -> None:
 
 
 def publish(folder: Path, target: Path) -> None:
-    """Give a finished folder its final name. What has that name is replaced, and stays whole until then.
+    """Give a finished folder its final name, which what it replaces keeps until then.
 
-    Before, all that the new one holds should be on the disk (`sync_tree`). What was replaced is gone, or bears the
-    folder's old name, for whoever made that to remove.
+    Its content should be on the disk (`sync_tree`). A replaced folder is gone, or bears the finished one's old name,
+    for the caller to remove.
     """
     if not target.exists() or not any(target.iterdir()):
         folder.rename(target)
@@ -274,7 +270,7 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def _move_aside(folder: Path, target: Path) -> None:
-    """Replace the target in two steps: this file system cannot swap names. `remove_stale` mends dying in between."""
+    """Replace the target in two steps, for file systems that cannot swap names; `remove_stale` mends a death."""
     old = folder.with_name(f"{folder.name}-{_OLD}")
     handle = os.open(target, _OPEN_FOLDER)
     try:

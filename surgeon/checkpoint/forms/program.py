@@ -26,7 +26,7 @@ from surgeon.models.weights import FactorSource, Group, Groups, leave_out, make_
 
 
 class ProgramForm(Form):
-    """Any program, in the layers that it uses."""
+    """Layers as they are, with a program that a modeling file runs."""
 
     name = "program"
     mark = PROGRAM_KEY

@@ -15,7 +15,7 @@ from surgeon.models.weights.layout import narrowed, require_parts
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """One layer of the written checkpoint: the sublayers side by side in it; of one kind there may be none."""
+    """A layer of the written checkpoint: the sublayers side by side in it; of one kind there may be none."""
 
     attention: tuple[Sublayer, ...]
     feed_forward: tuple[Sublayer, ...]
@@ -26,12 +26,12 @@ class StoredLayer:
 
     @property
     def has_stock_width(self) -> bool:
-        """Whether it is as wide as the layers of the original."""
+        """True if it is as wide as the layers of the original."""
         return self.is_single and all(one.width is None and one.experts is None for one in self.sublayers)
 
     @property
     def is_single(self) -> bool:
-        """Whether it is one attention and one feed-forward, each unsliced."""
+        """True if it is one attention and one feed-forward, each unsliced."""
         return all(len(side) == 1 and side[0].piece is None for side in (self.attention, self.feed_forward))
 
     @property

@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # takes seconds, and ranks do without
 
 @dataclass(frozen=True)
 class RemoteCode:
-    """One modeling file, and its classes by architecture.
+    """A modeling file, and its classes by architecture.
 
     Attributes:
         module: the file's name without .py, the same here and in a checkpoint.
