@@ -37,10 +37,7 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def needs_extra(extra: str, what: str) -> Iterator[None]:
-    """Import packages that one of surgeon's extras installs.
-
-    Args:
-        what: needs them, as the beginning of a sentence.
+    """Import packages of one of surgeon's extras; `what` needs them, the beginning of an error message.
 
     Raises:
         ImportError: if one of them is missing, saying how to install it.

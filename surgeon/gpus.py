@@ -17,10 +17,10 @@ CUDNN_LAST = "TORCH_CUDNN_SDPA_DEPRIORITIZED"  # PyTorch's own word for it: 1 pu
 def avoid_cudnn_attention() -> None:
     """Compute attention without cuDNN, PyTorch's first choice on new GPUs, here and in child processes.
 
-    On a B200 it gave wrong tokens where there are fewer than 8 KV heads (pytorch#193893), on an H100 gradients that are
-    NaN behind a mask (pytorch#196678), and it builds a plan for every new shape, which each length of a prompt is.
-    Called before torch is imported it sets the environment, and afterwards torch's own switch, too.
-    TORCH_CUDNN_SDPA_DEPRIORITIZED=0 in the user's environment leaves both as they are.
+    On a B200 it gave wrong tokens with fewer than 8 KV heads (pytorch#193893), on an H100 NaN gradients behind a mask
+    (pytorch#196678), and it builds a plan for every new shape, such as each length of a prompt. This sets the
+    environment and, once torch is imported, its own switch; TORCH_CUDNN_SDPA_DEPRIORITIZED=0 in the user's environment
+    leaves both.
     """
     os.environ.setdefault(CUDNN_LAST, "1")
     if "torch" in sys.modules and os.environ[CUDNN_LAST] != "0":
@@ -37,14 +37,11 @@ def gpu_with_room(size: int) -> torch.device | None:
 
 
 def gpus_in_turn(index: int, each: int = 1) -> dict[str, str]:
-    """Return the environment of a child process that is to see GPUs of its own, given out in turn.
+    """Return the environment of a child process that is to see GPUs of its own; empty with fewer than two GPUs.
 
     Args:
         index: of the child among its like.
         each: GPUs of a child; at most as many as there are.
-
-    Returns:
-        Nothing where there are no two GPUs to choose from.
     """
     import torch
 

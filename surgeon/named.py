@@ -25,11 +25,7 @@ HOW_TO_NAME = "a model on the hub is typed owner/name, or owner/name@REVISION, o
 
 
 def on_disk(text: str | Path) -> Path | None:
-    """Return the file or folder that a text names, with `~` for the user's home; None if there is none.
-
-    Raises:
-        OSError: if there is no telling, as behind a folder that may not be searched.
-    """
+    """Return the file or folder that a text names, with `~` for the user's home; None if there is none."""
     if not str(text):
         return None
     path = Path(text)

@@ -43,10 +43,6 @@ def open_stored(what: str | Path | Checkpoint | StoredModel) -> StoredModel:
 
     Args:
         what: a checkpoint's folder, a hub name, or either of what has been opened already.
-
-    Raises:
-        FileNotFoundError: if there is no such model, or a file of it is missing.
-        ValueError: if the architecture is not supported, or a file is damaged.
     """
     if isinstance(what, StoredModel):
         return what
@@ -91,11 +87,6 @@ def read_config_only(what: str | Path) -> tuple[Any, Program | None]:
     """Read the same of a folder, its config.json, demo, or a hub name, of which nothing else is fetched.
 
     A checkpoint in the fused form is the model that it was made of, under the program that it runs.
-
-    Raises:
-        FileNotFoundError: if there is no such model.
-        ValueError: if it is not what a supported architecture needs, or a checkpoint in the fused form whose model is
-            not there.
     """
     path = find_config(what)
     entries = translate_entries(text_entries(read_json(path))).entries

@@ -143,8 +143,8 @@ class Comparison:
     """The differences between two checkpoints, A and B.
 
     Attributes:
-        equal: how many tensors are equal, bit for bit.
-        only_a, only_b: tensors that only one of them has.
+        equal: number of tensors that are equal, bit for bit.
+        only_a, only_b: tensors of only one of them.
         different: by tensor, in words, how its shape, dtype or values differ.
         config: by key of config.json, A's value and B's; None for a missing key.
         files: by name, "only in A", "only in B" or "different".
@@ -163,11 +163,7 @@ class Comparison:
 
 
 def compare(a: Surgery, b: Surgery, advance: Advance = lambda _: None) -> Comparison:
-    """Compare two checkpoints.
-
-    Args:
-        advance: called with the bytes of A's tensors as they are compared, in all `a.stored.size`.
-    """
+    """Compare two checkpoints."""
     ours = a.stored.checkpoint
     theirs = b.stored.checkpoint
     names_a = _tensor_names(a)

@@ -73,13 +73,6 @@ def convert_gguf(path: Path) -> Path:
     """Convert a GGUF file, or find its conversion, in surgeon's cache; the folder is named by the file's hash.
 
     Weights are dequantised tensor by tensor, and stored in bfloat16, or as `SURGEON_GGUF_DTYPE` says (float32).
-
-    Raises:
-        FileNotFoundError: if a part of a split file is missing.
-        ImportError: if the package `gguf` is.
-        OSError: if the cache cannot be written, or its disk is full.
-        ValueError: if it is no GGUF file, cut short, of an unknown architecture, type or configuration, or its folder
-            was changed.
     """
     parts = parts_of(path)
     name = os.environ.get(SWITCH, "bfloat16")

@@ -22,12 +22,7 @@ SECONDS = 5.0  # that a connection may take
 
 @contextmanager
 def fetching(name: str, what: str, advice: str) -> Iterator[None]:
-    """Fetch something of a model on the hub, or take it from the hub's cache, in the block.
-
-    Args:
-        what: it is, before "could not be fetched".
-        advice: what the user can do then.
-    """
+    """Fetch something of a hub model in the block; whatever goes wrong is FileNotFoundError, ending in `advice`."""
     try:
         with without_retries():
             yield
@@ -79,12 +74,8 @@ WANTED = ("*.json", "*.safetensors", "README.md", "*.py", *patterns_for_the_hub(
 def locate(path_or_name: str | Path) -> Path:
     """Return the folder of a model: itself, "demo" for the one that ships with surgeon, or a hub name's download.
 
-    A GGUF file, here or on the hub, is converted into a folder, or has been (`convert_gguf`).
-
-    Raises:
-        FileNotFoundError: if there is no such model.
-        ValueError: if it is no text and no path, or an address of something else than a model on the hub; or as
-            `convert_gguf` does.
+    A GGUF file, here or on the hub, is converted into a folder (`convert_gguf`). Without a model it is
+    FileNotFoundError.
     """
     if not isinstance(path_or_name, str | Path):
         raise ValueError(

@@ -67,9 +67,6 @@ def chat_text(
     Args:
         name: of the model, for errors.
         variables: of the template, such as enable_thinking.
-
-    Raises:
-        ValueError: if there is no template, or it does not take these messages or writes no system message.
     """
     if not tokenizer.chat_template:
         raise ValueError(
@@ -101,10 +98,6 @@ def with_calls_written(write: Callable[[list[Message]], str], messages: list[Mes
 
     Args:
         write: puts messages into the template.
-
-    Raises:
-        ValueError: if it takes them in some form, and writes no calls in any.
-        TemplateError, ...: as `REFUSALS`, raised for the first form, if it takes none.
     """
     if not any("tool_calls" in message for message in messages):
         return messages

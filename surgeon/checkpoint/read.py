@@ -257,12 +257,7 @@ class Checkpoint(TensorFiles):
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if it is no JSON object, with the line of the fault.
-    """
+    """Read a JSON object from a file."""
     if not path.is_file():
         raise FileNotFoundError(
             f"{path.parent} has no {path.name}; a model is a folder with config.json and *.safetensors"

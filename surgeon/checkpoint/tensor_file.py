@@ -205,12 +205,7 @@ class TensorFiles:
 
 
 def read_header(path: Path) -> dict[str, FileTensor]:
-    """Read the tensors of a safetensors file by name, but not their values.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if it is no regular file, is truncated, or its header does not describe what it holds.
-    """
+    """Read the tensors of a safetensors file by name, but not their values."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise ValueError(f"{path} is not a regular file; weights are read from *.safetensors files only")
     try:

@@ -75,10 +75,6 @@ def open_tokenizer(model: str | Path | StoredModel) -> Any:
     An embedding of more rows is as good, and so is a tokenizer without BOS, EOS or a fast version. Special tokens
     without a row are left out where only the tokenizer's class adds them. Special ids in the configuration, which end a
     text, give a warning without a row.
-
-    Raises:
-        FileNotFoundError: if there is no such model, or a file of it is missing.
-        ValueError: if there is no tokenizer in it that can be read, or it gives token ids that have no row.
     """
     stored = open_stored(model)
     tokenizer = read_tokenizer(stored.folder)

@@ -59,11 +59,7 @@ class Training:
 
 
 def no_source(num_layers: int) -> dict[str, Any]:
-    """Return surgeon.json's entry in place of the original of a model from scratch.
-
-    Args:
-        num_layers: that the model's program counts.
-    """
+    """Return surgeon.json's entry in place of the original of a model from scratch."""
     return {"model": None, "num_layers": num_layers}
 
 

@@ -59,11 +59,7 @@ def verify(folder: Path, report: Path) -> int:
 
 
 def change_of(folder: Path, name: str, record: Any, by_size: bool = False) -> str | None:
-    """Say how a file differs from its record; None if it does not.
-
-    Args:
-        by_size: go by the size alone where the record has no SHA-256.
-    """
+    """Say how a file differs from its record, `by_size` where that has no SHA-256; None if it does not."""
     path = folder / name
     parts = PurePosixPath(name).parts
     if "/".join(parts) != name or ".." in parts or path == folder or not isinstance(record, dict):
@@ -163,11 +159,7 @@ class Writing:
             raise Stopped
 
     def finish(self) -> dict[str, FileRecord]:
-        """Wait for all files, and return their records by name.
-
-        Raises:
-            OSError: if the disk fills up, or naming a file that cannot be written or does not hold what was written.
-        """
+        """Wait for all files, and return their records by name."""
         self._writing.result()
         self._reading_back.result()
         return self._records

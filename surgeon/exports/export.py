@@ -136,10 +136,6 @@ def keep_tokenizer_class(folder: Path, config: Any) -> None:
 
     It goes by the model type where the tokenizer's files name no class (GPT-2's own do not), or one known to be wrong
     for that type (Phi3's); a type of the checkpoint's own would get another class, and so other tokens.
-
-    Args:
-        folder: with config.json and the copied tokenizer files; tokenizer_config.json is rewritten if need be.
-        config: the original's, as `transformers` reads it.
     """
     try:
         wanted = type(AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False))
@@ -154,11 +150,7 @@ def keep_tokenizer_class(folder: Path, config: Any) -> None:
 
 
 def edit_record(plan: ExportPlan, recipe: str | None, training: Training | None) -> dict[str, Any]:
-    """Return surgeon.json's record of the edit.
-
-    Args:
-        training: of a trained model: its recipe and program, over the layers of its own original, count.
-    """
+    """Return surgeon.json's record of the edit."""
     program = plan.program if training is None else training.recipe_program
     record = {
         "form": plan.layout.form.name,

@@ -1,12 +1,10 @@
 """Running a model whose weights stay in their files: each is read when an operation needs it, and dropped after it.
 
-The model is built on PyTorch's meta device, by the very class that is to be run. Every operation on one of its
-parameters gets the stored tensor instead, in float32: a linear map a block of rows at a time (blocks side by side where
-torch leaves cores idle), an embedding only the rows of its tokens. Memory holds a few blocks, whatever the model's
-size.
+The model is built on PyTorch's meta device, by the very class that is to be run. Every operation on a parameter gets
+the stored tensor instead, in float32: a linear map a block of rows at a time (blocks side by side where torch leaves
+cores idle), an embedding the rows of its tokens. Memory holds a few blocks, whatever the model's size.
 
-Linear maps may have two versions of their weights, one for each half of a batch: their common part is then read and
-made float32 once.
+Linear maps may have two versions of their weights, one for each half of a batch, whose common part is read once.
 """
 
 from __future__ import annotations

@@ -163,10 +163,6 @@ def plan_export(
         factors: of matrices that the program has a rank for; by default their truncated singular values.
         companions: files that go along; by default those beside the model's weights.
         wrapped: a wrapper for the text decoder; by default its own.
-
-    Raises:
-        ValueError: if the program does not fit the model or the form, or as `check_exportable`.
-        FileNotFoundError: as `companions_of`.
     """
     check_exportable(original, program)
     check_storage(form, dtype)

@@ -191,10 +191,6 @@ def prove(
         tensors: as planned.
         wait: until a file of the folder is whole.
         advance: called with the bytes of every tensor when it is first read, in each of the one or two runs.
-
-    Raises:
-        Stopped: as `wait`.
-        NotProven: if the logits differ by more than rounding can explain.
     """
     checkpoint = Checkpoint(folder)
     # What shape a quantised matrix has may stand in one of its tensors.

@@ -35,10 +35,6 @@ def staged(target: Path, overwrite: bool = False) -> Iterator[Path]:
 
     Args:
         overwrite: replace an existing checkpoint folder (the old one stays whole until the new one is).
-
-    Raises:
-        FileExistsError: if the target exists and is not to be, or must not be, replaced.
-        PermissionError: if nothing can be written beside the target.
     """
     target = Path.cwd() / target
     check_target(target, overwrite)
@@ -50,11 +46,7 @@ def staged(target: Path, overwrite: bool = False) -> Iterator[Path]:
 
 
 def check_target(target: Path, overwrite: bool) -> None:
-    """Refuse a target that exists, unless it is empty, or a checkpoint that may be overwritten (`why_kept`).
-
-    Raises:
-        FileExistsError: saying what is in the way.
-    """
+    """Refuse a target that exists, unless it is empty, or a checkpoint that may be overwritten (`why_kept`)."""
     if not os.path.lexists(target):
         return
     if not target.is_dir() or target.is_symlink():

@@ -43,10 +43,6 @@ def unfused(model: str | Path | StoredModel) -> PreTrainedModel:
 
     Its layers are numbered as they lie in the checkpoint: a first pair is [A0 A1] [F0 F1], whichever layers of the
     original it has.
-
-    Raises:
-        ValueError: if the checkpoint is not in the fused form, has slices of layers, or holds something that the
-            original's architecture has no place for; the original's recipe has to be used then.
     """
     stored = open_stored(model)
     checkpoint = stored.checkpoint

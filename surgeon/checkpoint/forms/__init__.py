@@ -64,9 +64,6 @@ def lay_out(
         form: "auto", or one of FORMS.
         among: the forms that "auto" looks at, all by default.
         wrapped: the wrapper that the layers are to stand in, if they are a text decoder's.
-
-    Raises:
-        ValueError: if there is no such form, or the program does not fit it, with the reason.
     """
     if form not in ("auto", *FORMS):
         raise ValueError(f"unknown form {form!r}; {did_you_mean(form, ('auto', *FORMS))}")

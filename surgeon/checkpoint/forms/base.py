@@ -101,9 +101,6 @@ class Form(ABC):
 
         Args:
             num_layers: of the original.
-
-        Raises:
-            ValueError: if the form cannot hold the program.
         """
         return [tuple(layer.sources) for layer in stored_layers(program, family.steps_per_layer)]
 
@@ -119,9 +116,6 @@ class Form(ABC):
         Args:
             dtype: to store floating-point numbers in; None to keep each tensor's own.
             factors: of matrices that the program has a rank for.
-
-        Raises:
-            ValueError: if the original lacks a tensor, or has one that would be left behind.
         """
         return self.planner(original, dtype, factors).plan(layout.layers)
 
