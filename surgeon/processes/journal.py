@@ -1,4 +1,4 @@
-"""Journals of long work: files that only grow, so that killed work goes on."""
+"""Files that only ever grow: what long work has found so far, so that it can be killed at any point and go on."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _SHOWN = 40
 
 
 class Journal(ABC):
-    """JSON values, one a line, each in the file as soon as it is known; subclasses take them in (`take`).
+    """JSON values, one a line, each in the file as soon as it is known; what they mean, subclasses say in `take`.
 
     The first line says what the others depend on; a file of anything else is refused. Empty lines mean nothing, and a
     last line that was cut off by a kill is dropped. Where the work's result, WORK.json beside it, is there and the
-    journal has lost lines, a warning says that they are measured again. A subclass sets its own attributes first:
+    journal has lost lines, a warning says that what they held is found again. A subclass sets its own attributes first:
     its lines are taken in while this constructor runs.
 
     Args:
         path: its folder is made if it is not there; None to keep nothing.
-        work: the name of the work in the first line and in error messages ("scan").
-        identity: the inputs that the lines depend on, as JSON values; None for a file without such a first line.
+        work: what is done, as the first line and error messages call it ("scan").
+        identity: what the lines depend on, as JSON values; None for a file without such a first line.
 
     Raises:
         ValueError: if the file belongs to something else (naming the difference), or is damaged.
@@ -66,7 +66,7 @@ class Journal(ABC):
         self.close()
 
     def close(self) -> None:
-        """Close the file, so that others can write to it."""
+        """Let others write to the file."""
         if self._file is not None:
             assert self.path is not None
             with naming(self.path):  # what could not be written is tried once more
@@ -74,7 +74,7 @@ class Journal(ABC):
 
     @abstractmethod
     def take(self, line: Any) -> None:
-        """Take in a line; IndexError, KeyError, TypeError and ValueError mean that it is damaged."""
+        """Take in what a line says; IndexError, KeyError, TypeError and ValueError mean that the line is damaged."""
 
     def append(self, *lines: Any) -> None:
         """Put lines into the file at once."""
@@ -102,7 +102,7 @@ class Journal(ABC):
                 raise self._damaged(number) from error
 
     def _whole_lines(self, file: BinaryIO) -> list[tuple[int, bytes]]:
-        """Return the lines of the file with their numbers, without empty ones; an unfinished one is cut off."""
+        """The lines of the file with their numbers, without empty ones; a last one without an end is cut off."""
         file.seek(0)
         content = file.read()
         whole = content.rfind(b"\n") + 1
@@ -144,7 +144,7 @@ class Journal(ABC):
 
 
 def read_journal(path: Path, work: str) -> tuple[dict[str, Any], list[Any]]:
-    """Read a journal's identity and its other whole lines; the file is left as it is."""
+    """What a journal's first line says that it depends on, and its other whole lines; the file is left as it is."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} is gone, which has what was measured; run surgeon {work} again on its folder")
     *whole, _ = path.read_bytes().split(b"\n")

@@ -101,7 +101,7 @@ class FusedPlanner(TensorPlanner):
         return self.planned(name, lambda weights: weights.tensor(whole))
 
     def _norms(self, kind: str, sublayers: tuple[Sublayer, ...]) -> dict[str, Compute]:
-        """Return the norm before a sublayer, bare where several lie side by side; and head norms."""
+        """The norm before a sublayer, which does no more than norm where several lie side by side; and head norms."""
         own = self.family.spec(kind)
         written = FUSED_FAMILY.spec(kind)
         gain = torch.zeros_like if self.family.unit_offset else torch.ones_like

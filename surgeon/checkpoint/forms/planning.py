@@ -453,5 +453,5 @@ def _roots(spec: SublayerSpec) -> tuple[str, ...]:
 
 
 def known_modules(spec: SublayerSpec) -> set[str | None]:
-    """Return paths of the modules that have weights."""
+    """Paths of the modules that have weights."""
     return {spec.norm, *spec.head_norms, spec.post_norm, *(projection.path for projection in spec.projections)}

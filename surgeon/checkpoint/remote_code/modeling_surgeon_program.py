@@ -391,12 +391,12 @@ def has(layer: nn.Module, path: str) -> bool:
 
 
 def attention_in(layer: nn.Module, family: Family) -> dict[str, Any]:
-    """Return a layer's kind of attention; the first one if it has none."""
+    """Which kind of attention a layer has; the first one if it has none."""
     return next((one for one in family.attentions if has(layer, one["called"][1])), family.attentions[0])
 
 
 def called_in(layer: nn.Module, family: Family, kind: str) -> tuple[str, ...]:
-    """Return the norm of a layer's attention or feed-forward, and the modules called behind it."""
+    """The norm of a layer's attention or feed-forward, and the modules called behind it."""
     if kind == "A":
         return tuple(attention_in(layer, family)["called"])
     return family.feed_forward
