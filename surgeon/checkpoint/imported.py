@@ -128,15 +128,16 @@ def translate_model(entries: Entries, store: TensorFiles) -> tuple[Entries, dict
     pairs = find_pairs(family, layers, store)
     for pair in pairs.values():
         outputs = sum(store.shape(name)[0] for name in pair.seconds)
-        first = [tensors.pop(pair.first)]
-        tensors |= {f"{pair.path}.first.weight": first[0]}
+        tensors[f"{pair.path}.first.weight"] = tensors.pop(pair.first)
         for name, stored, shape, make in (
             ("second.weight", pair.seconds, (outputs, pair.rank), join_blocks),
             ("second.bias", pair.biases, (outputs,), torch.cat),
         ):
             parts = [tensors.pop(one) for one in stored]
-            if parts:
-                tensors[f"{pair.path}.{name}"] = parts[0] if len(parts) == 1 else Derived(parts, shape, make)
+            if len(parts) == 1:
+                tensors[f"{pair.path}.{name}"] = parts[0]
+            elif parts:
+                tensors[f"{pair.path}.{name}"] = Derived(parts, shape, make)
     for layer, times in found.repeats.items():
         for role in ("k", "v"):
             path = f"{layers}{layer}.{family.attention.projection(role).path}"

@@ -22,6 +22,7 @@ from surgeon.checkpoint.config import dense_config, open_stored
 from surgeon.checkpoint.forms import form_of
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.stored import StoredModel
+from surgeon.checkpoint.tensor_file import StoredTensor
 from surgeon.gpus import avoid_cudnn_attention
 from surgeon.models.edit import edit
 from surgeon.models.families import family_of
@@ -158,7 +159,17 @@ class StreamedLayers(nn.ModuleList):
 
     def weights(self, head_dim: int, factors: FactorSource | None = None) -> ModelWeights:
         """The files' weights, read on demand; `factors` as `ModelWeights` takes them."""
-        return ModelWeights(_Converted(self), self.stored.family, head_dim, factors)
+        checkpoint = self.stored.checkpoint
+        prefix = self.stored.weights.names.layers
+        for name, parameter in self.named_parameters():
+            if (stored := checkpoint.tensors.get(f"{prefix}{name}")) is not None and stored.shape != parameter.shape:
+                raise ValueError(
+                    f"{checkpoint.folder}: tensor {prefix}{name} has the shape {stored.shape}, but config.json asks "
+                    f"for {tuple(parameter.shape)}"
+                )
+        placed = checkpoint.copy()
+        placed.tensors = {name: _Placed(one, self.device, self.dtype) for name, one in checkpoint.tensors.items()}
+        return ModelWeights(placed, self.stored.family, head_dim, factors)
 
     def sublayer_bytes(self, kind: str) -> int:
         """Return the memory of the largest attention's, or feed-forward's, weights."""
@@ -168,40 +179,21 @@ class StreamedLayers(nn.ModuleList):
         return max(sizes) * self.dtype.itemsize
 
 
-class _Converted:
-    """A checkpoint's tensors in another dtype, on a device, of the shapes that the layers' modules have."""
+class _Placed(StoredTensor):
+    """A stored tensor that is read onto a device, in another dtype."""
 
-    def __init__(self, layers: StreamedLayers) -> None:
-        self.checkpoint = layers.stored.checkpoint
-        self.to = (layers.device, layers.dtype)
-        prefix = layers.stored.weights.names.layers
-        self.expected = {f"{prefix}{name}": tuple(parameter.shape) for name, parameter in layers.named_parameters()}
-        self.where = self.checkpoint.where
-        self.names = self.checkpoint.names
+    def __init__(self, stored: StoredTensor, device: torch.device, dtype: torch.dtype) -> None:
+        self.stored = stored
+        self.device = device
+        self.dtype = dtype
+        self.paths = stored.paths
+        self.shape = stored.shape
 
-    def __contains__(self, name: str) -> bool:
-        return name in self.checkpoint
+    def read(self) -> Tensor:
+        return self.stored.read().to(self.device, self.dtype)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
-        shape = self.checkpoint.shape(name)
-        if shape != self.expected.get(name, shape):
-            raise ValueError(
-                f"{self.checkpoint.folder}: tensor {name} has the shape {shape}, but config.json asks for "
-                f"{self.expected[name]}"
-            )
-        return shape
-
-    def dtype(self, name: str) -> torch.dtype:  # noqa: ARG002 - the same for all
-        return self.to[1]
-
-    def tensor(self, name: str) -> Tensor:
-        self.shape(name)
-        return self.checkpoint.tensor(name).to(*self.to)
-
-    def part(self, name: str, dim: int, first: int, end: int) -> Tensor:
-        self.shape(name)
-        return self.checkpoint.part(name, dim, first, end).to(*self.to)
+    def part(self, dim: int, first: int, end: int) -> Tensor:
+        return self.stored.part(dim, first, end).to(self.device, self.dtype)
 
 
 def load_streamed(model: str | Path | StoredModel, device: str = "cpu") -> PreTrainedModel:

@@ -184,8 +184,8 @@ class Checkpoint(TensorFiles):
             name: Dequantised(matrix, self.raw) for name, matrix in self.quantised.items()
         }
         owner = {part: name for name, matrix in self.quantised.items() for part in matrix.parts.values()}
-        names = {name: owner.get(name, name) for name in self.tensors}
-        self.tensors = {names[name]: matrices.get(names[name], one) for name, one in self.raw.tensors.items()}
+        own = {name: owner.get(name, name) for name in self.tensors}
+        self.tensors = {own[name]: matrices.get(own[name], one) for name, one in self.raw.tensors.items()}
 
     def _index(self) -> dict[str, set[str]]:
         """Map the weight files that `transformers` would load to the tensors that the index says are in each.
