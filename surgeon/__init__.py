@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from surgeon.commands.spectrum import spectrum
     from surgeon.commands.train import train
     from surgeon.demo import demo_data, demo_model
-    from surgeon.exports.saving import load
+    from surgeon.exports.in_memory import load
     from surgeon.language.program import Fork, Program, Step
     from surgeon.language.recipe import Recipe, read_recipe
     from surgeon.language.sublayer import Sublayer
@@ -66,7 +66,7 @@ _ELSEWHERE = {
     "TrainSettings": "surgeon.training.settings",
     "demo_data": "surgeon.demo",
     "demo_model": "surgeon.demo",
-    "load": "surgeon.exports.saving",
+    "load": "surgeon.exports.in_memory",
     "open": "surgeon.opened:open_model",
     "program_of": "surgeon.models.edit",
     "read_recipe": "surgeon.language.recipe",

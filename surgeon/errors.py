@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """The end of an error message about an unknown word: the nearest known one, or all of them."""
+    """End an error message about an unknown word: the nearest known one, or all of them."""
     known = list(known)
     near = difflib.get_close_matches(str(word), known, n=1)
     if near:
@@ -20,7 +20,7 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
 
 
 def shown(value: object, most: int = 40) -> str:
-    """A value as an error message shows it; what is too long loses its end."""
+    """Show a value in an error message, cut if it is long."""
     text = repr(value)
     if len(text) <= most:
         return text
@@ -28,7 +28,7 @@ def shown(value: object, most: int = 40) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of another library says, in one line; its kind if it says nothing."""
+    """Return the first line of another library's error; its kind if it has no text."""
     text = str(error).strip()
     if text:
         return text.splitlines()[0]
@@ -37,10 +37,7 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def needs_extra(extra: str, what: str) -> Iterator[None]:
-    """Imports of packages that one of surgeon's extras installs.
-
-    Args:
-        what: needs them, as the beginning of a sentence.
+    """Import packages of one of surgeon's extras; `what` needs them, the beginning of an error message.
 
     Raises:
         ImportError: if one of them is missing, saying how to install it.
@@ -66,7 +63,7 @@ _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "std::bad_alloc")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory, of the machine or of a GPU, was too small (PyTorch says it in words)."""
+    """Tell whether an error is of a lack of memory, of the machine or of a GPU (PyTorch says it in words)."""
     if isinstance(error, MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
@@ -78,7 +75,7 @@ _TORCH_WRITER = "inline_container"  # the C++ file of torch.save, which only say
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Whether an error, or one that it comes from, says that a disk, or a user's share of it, is full."""
+    """Tell whether an error, or one that it comes from, is of a full disk or quota."""
     return any(
         (isinstance(link, OSError) and link.errno in (errno.ENOSPC, errno.EDQUOT))
         or any(words in str(link) for words in _FULL_DISK)
@@ -89,7 +86,7 @@ def is_full_disk(error: BaseException) -> bool:
 
 @contextmanager
 def naming(place: str | Path) -> Iterator[None]:
-    """Let errors that do not say where they came about say it: writing to an open file raises such ones.
+    """Name the file in errors that lack it, as those of writing to an open file do.
 
     Raises:
         OSError: with `place` as its file's name, for those without one, and in place of other kinds of errors that say
@@ -108,18 +105,18 @@ def naming(place: str | Path) -> Iterator[None]:
 
 
 def full_disk(place: str | Path) -> OSError:
-    """The error that the disk of a file is full."""
+    """Make the error of a full disk at a file."""
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(place))
 
 
 def full_place(error: BaseException) -> str | None:
-    """Which file an error of a full disk is of, as far as it, or one that it comes from, says it."""
+    """Return the file of a full disk's error, as far as it, or one that it comes from, names it."""
     names = (getattr(link, "filename", None) for link in _chain(error))
     return next((os.fsdecode(name) for name in names if isinstance(name, str | bytes | os.PathLike)), None)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, and what it was raised from."""
+    """Yield the error, and those that it was raised from."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         yield error

@@ -1,4 +1,4 @@
-"""What surgeon asks of GPUs: which attention they run, which of them has room, what messages call them."""
+"""GPUs: their attention kernels, their free memory, their names in messages."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ CUDNN_LAST = "TORCH_CUDNN_SDPA_DEPRIORITIZED"  # PyTorch's own word for it: 1 pu
 
 
 def avoid_cudnn_attention() -> None:
-    """Have this process, and those it starts, compute attention without cuDNN, which PyTorch tries first on new GPUs.
+    """Compute attention without cuDNN, PyTorch's first choice on new GPUs, here and in child processes.
 
-    On a B200 it gave wrong tokens where there are fewer than 8 KV heads (pytorch#193893), on an H100 gradients that are
-    NaN behind a mask (pytorch#196678), and it builds a plan for every new shape, which each length of a prompt is.
-    Called before torch is imported it sets the environment, and afterwards torch's own switch, too.
-    TORCH_CUDNN_SDPA_DEPRIORITIZED=0 in the user's environment leaves both as they are.
+    On a B200 it gave wrong tokens with fewer than 8 KV heads (pytorch#193893), on an H100 NaN gradients behind a mask
+    (pytorch#196678), and it builds a plan for every new shape, such as each length of a prompt. This sets the
+    environment and, once torch is imported, its own switch; TORCH_CUDNN_SDPA_DEPRIORITIZED=0 in the user's environment
+    leaves both.
     """
     os.environ.setdefault(CUDNN_LAST, "1")
     if "torch" in sys.modules and os.environ[CUDNN_LAST] != "0":
@@ -28,7 +28,7 @@ def avoid_cudnn_attention() -> None:
 
 
 def gpu_with_room(size: int) -> torch.device | None:
-    """The first GPU of which so many bytes are less than surgeon takes of its free memory; None if there is none."""
+    """Return the first GPU with room for so many bytes of what surgeon takes of its free memory; None without."""
     import torch
 
     # Asking opens a context on a GPU, which takes memory there: no more of them are asked than need be.
@@ -37,14 +37,11 @@ def gpu_with_room(size: int) -> torch.device | None:
 
 
 def gpus_in_turn(index: int, each: int = 1) -> dict[str, str]:
-    """What the environment of a child process says for it to see GPUs of its own, which are given out in turn.
+    """Return the environment of a child process that is to see GPUs of its own; empty with fewer than two GPUs.
 
     Args:
         index: of the child among its like.
-        each: how many GPUs a child has; at most as many as there are.
-
-    Returns:
-        Nothing where there are no two GPUs to choose from.
+        each: GPUs of a child; at most as many as there are.
     """
     import torch
 
@@ -59,7 +56,7 @@ def gpus_in_turn(index: int, each: int = 1) -> dict[str, str]:
 
 
 def describe_gpu(device: torch.device) -> str:
-    """A GPU for people, and how many there are beside it: "cuda:0 (NVIDIA H100), one of 4 GPUs"."""
+    """Describe a GPU and those beside it: "cuda:0 (NVIDIA H100), one of 4 GPUs"."""
     import torch
 
     count = torch.cuda.device_count()

@@ -1,4 +1,4 @@
-"""Sizes of memory: read from the command line, measured, and shown."""
+"""Amounts of memory: parsed, measured, shown; and settings of the allocator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?\s*", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:
-    """Bytes in a size such as 512MB or 2GB (1 MB is 1024 KB, as memory is counted).
+    """Parse a size such as 512MB or 2GB to bytes (1 MB is 1024 KB, as memory is counted).
 
     Raises:
         ValueError: if it is no size above 0.
@@ -36,7 +36,7 @@ def parse_size(text: str) -> int:
 
 
 def show_size(size: float) -> str:
-    """A size for people: 512MB, 1.5GB."""
+    """Write a size: 512MB, 1.5GB."""
     for unit in ("GB", "MB", "KB"):
         factor = _UNITS[unit[0]]
         if size >= factor:
@@ -48,51 +48,49 @@ def show_size(size: float) -> str:
 
 
 def use_huge_pages() -> None:
-    """Have large tensors lie in huge pages, where the system gives them on request; call it before torch is imported.
+    """Put large tensors in huge pages, where the system gives them on request; call before importing torch.
 
-    Then few lookups of where pages lie are needed for weights and caches, which are read all the time: seen to be worth
-    some hundredths of a pass. Scans, whose tensors come and go, were not faster. What the user has set in the
-    environment stays.
+    Fewer page lookups saved some hundredths of a pass; scans, whose tensors come and go, were not faster. Settings in
+    the user's environment stay.
     """
     os.environ.setdefault(HUGE_PAGES, "1")
 
 
 def share_heaps() -> None:
-    """Have all threads take their memory from two heaps (glibc; elsewhere nothing changes); call it before they begin.
+    """Serve all threads' memory from two heaps (glibc; elsewhere nothing changes); call before they begin.
 
-    Each thread has one of its own else, which keeps what that thread alone needed most: 0.2 GB of the peak of a fused
-    export of 8 GB (MALLOC_ARENA_MAX=16 python scripts/bench/export.py --only fused --no-faults, and without it). What
-    the user has set in the environment stays.
+    Else each thread's own keeps its peak: 0.2 GB of the peak of a fused export of 8 GB
+    (MALLOC_ARENA_MAX=16 python scripts/bench/export.py --only fused --no-faults). Settings in the user's environment
+    stay.
     """
     _set_allocator(ARENAS)
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep some of what one pass frees for the next one (glibc; elsewhere nothing changes).
+    """Keep some of the memory that one pass frees for the next one (glibc; elsewhere nothing changes).
 
-    What goes back to the system comes again as pages that have to be cleared, and a pass has many large tensors that
-    are soon freed: that was seen to take a tenth of a prompt of 512 tokens. What the user has set in the environment
-    stays.
+    Memory returned to the system comes back as pages to be cleared, which took a tenth of a prompt of 512 tokens.
+    Settings in the user's environment stay.
     """
     _set_allocator(KEPT_FREE, ON_HEAP)
 
 
 def resident_bytes() -> int:
-    """How much memory this process holds now."""
+    """Return the memory that this process holds now."""
     import psutil
 
     return int(psutil.Process().memory_info().rss)
 
 
 def free_bytes() -> int:
-    """How much more memory this process may take without a limit of the user's: most of what the machine has left."""
+    """Return the memory that this process may still take without a user's limit: most of the machine's free."""
     import psutil
 
     return int(FREE_SHARE * psutil.virtual_memory().available)
 
 
 def gpu_free_bytes(number: int) -> int:
-    """The same of a GPU's memory; what PyTorch keeps for this process beyond its tensors is free."""
+    """Return the same of a GPU; PyTorch's reserve beyond tensors counts as free."""
     import torch
 
     kept = torch.cuda.memory_reserved(number) - torch.cuda.memory_allocated(number)
@@ -100,11 +98,7 @@ def gpu_free_bytes(number: int) -> int:
 
 
 def available_bytes(device: torch.device, limit: int | None = None) -> int:
-    """How much more of a device's memory this process may take.
-
-    Args:
-        limit: in bytes, of the main memory that this process takes; no more of a GPU's is left by it.
-    """
+    """Return the memory of a device that this process may still take."""
     if device.type == "cuda":
         return gpu_free_bytes(device.index or 0)
     if limit is None:
@@ -113,9 +107,9 @@ def available_bytes(device: torch.device, limit: int | None = None) -> int:
 
 
 def stay_below(limit: int | None) -> None:
-    """Near a limit in bytes, give memory that was freed inside this process back to the system (on Linux).
+    """Near a limit in bytes, return memory freed inside this process to the system (on Linux).
 
-    Between tensors that live on, the C library keeps what it freed: on the demo model, up to 1.5 times what was in use.
+    Between tensors that live on, the C library keeps freed memory: on the demo model, up to 1.5 times that in use.
     """
     if limit is None or resident_bytes() <= _NEAR * limit:
         return
@@ -125,14 +119,14 @@ def stay_below(limit: int | None) -> None:
 
 
 def _of_glibc(name: str) -> Callable[..., object] | None:
-    """One of its functions, where it is the C library (musl has none of those that are asked for)."""
+    """Return a function of glibc, where it is the C library (musl has none of those used here)."""
     if sys.platform == "linux":
         return getattr(ctypes.CDLL(None), name, None)
     return None
 
 
 def _set_allocator(*values: tuple[str, int, int]) -> None:
-    """Set parameters of mallopt(3), each but where the user has set its variable."""
+    """Set parameters of mallopt(3), unless the user has set their variables."""
     mallopt = _of_glibc("mallopt")
     if mallopt is not None:
         for variable, parameter, value in values:

@@ -1,6 +1,6 @@
-"""What a text of a user's names: something on this machine's disk, a recipe, a program, or a name on the hub.
+"""Names in a user's text: something on this machine's disk, a recipe, a program, or a model on the hub.
 
-Every command that takes such a text asks here, so that all of them take the same text for the same thing.
+Every command asks here, so that all of them take the same text for the same thing.
 """
 
 from __future__ import annotations
@@ -25,11 +25,7 @@ HOW_TO_NAME = "a model on the hub is typed owner/name, or owner/name@REVISION, o
 
 
 def on_disk(text: str | Path) -> Path | None:
-    """The file or folder that a text names, with `~` for the user's home; None if there is none, or could be none.
-
-    Raises:
-        OSError: if there is no telling, as behind a folder that may not be searched.
-    """
+    """Return the file or folder that a text names, with `~` for the user's home; None if there is none."""
     if not str(text):
         return None
     path = Path(text)
@@ -48,9 +44,9 @@ def on_disk(text: str | Path) -> Path | None:
 
 
 def split_values(values: Iterable[str]) -> list[str]:
-    """Each of several values, of which a text may have some with commas between.
+    """Split texts that have several values with commas between.
 
-    A program is one value, and so is what is there on this machine's disk, also with a part (:) or a share (=) behind.
+    A program is one value, and so is the name of a file on this machine, also with a part (:) or a share (=) behind.
     """
     found = []
     for text in values:
@@ -66,7 +62,7 @@ class HubName(NamedTuple):
     Attributes:
         repository: owner/name.
         revision: a branch, a tag or a commit; None for the newest.
-        file: the one of its GGUF files that is meant; None for the model in the repository.
+        file: one of its GGUF files; None for the model in the repository.
     """
 
     repository: str
@@ -81,7 +77,7 @@ class HubName(NamedTuple):
 
     @property
     def address(self) -> str:
-        """Of its page."""
+        """URL of its page."""
         page = f"https://huggingface.co/{self.repository}"
         if self.file is not None:
             return f"{page}/blob/{quote(self.revision or 'main', safe='')}/{self.file}"
@@ -91,7 +87,7 @@ class HubName(NamedTuple):
 
 
 def hub_name(text: str) -> HubName | None:
-    """What a text names on the Hugging Face hub: owner/name, owner/name@revision, or a model's address there.
+    """Parse a name on the Hugging Face hub: owner/name, owner/name@revision, or a model's address there.
 
     Returns:
         None if it is nothing of the kind.
@@ -121,17 +117,14 @@ def hub_name(text: str) -> HubName | None:
 
 
 def model_name(text: str | Path) -> str:
-    """A model's name as records have it: what stands on the hub as owner/name@revision, however it was typed.
-
-    Raises:
-        ValueError: as `hub_name`.
-    """
-    found = hub_name(str(text)) if on_disk(text) is None else None
-    return str(text if found is None else found)
+    """Return a model's name as records have it: owner/name@revision of a hub model, however it was typed."""
+    if on_disk(text) is None and (found := hub_name(str(text))) is not None:
+        return str(found)
+    return str(text)
 
 
 def name_of(text: str | Path) -> str:
-    """What a model is called: a folder's own name, a name on the hub as it is."""
+    """Return a folder's own name, or a name on the hub as it is."""
     there = on_disk(text)
     if there is None:
         return model_name(text)
@@ -139,29 +132,30 @@ def name_of(text: str | Path) -> str:
 
 
 def is_path(text: str) -> bool:
-    """Whether a text can only be the place of a file or folder, whether there is one or not: it is no name."""
+    """Tell whether a text can only be a path, whether or not the file exists: it is no name."""
     is_on_hub = _HUB.fullmatch(text) is not None
     return text.startswith(("/", ".", "~")) or (not is_on_hub and text.partition(":")[0].count("/") > 1)
 
 
 def public(text: str) -> str:
-    """A text without the place on this machine, if it is a path."""
+    """Remove the place on this machine from a text, if it is a path."""
     if is_path(text):
         return Path(text).name
     return text
 
 
 def is_gguf(text: str | Path) -> bool:
-    """Whether it is the name of a file of llama.cpp's, on this machine's disk or on the hub."""
-    found = hub_name(str(text)) if on_disk(text) is None else None
-    return Path(str(text) if found is None else found.file or "").suffix.lower() == GGUF
+    """Tell whether it names a GGUF file, on this machine's disk or on the hub."""
+    if on_disk(text) is None and (found := hub_name(str(text))) is not None:
+        text = found.file or ""
+    return Path(text).suffix.lower() == GGUF
 
 
 def is_recipe(text: str | Path) -> bool:
-    """Whether it is the name of a recipe, not of a model."""
+    """Tell whether it names a recipe, not a model."""
     return Path(text).suffix.lower() in (".yaml", ".yml")
 
 
 def is_program(text: str) -> bool:
-    """Whether a text is a program, or begins as one, and is no name of something."""
+    """Tell whether a text is a program, or begins as one, and is no name of something."""
     return _PROGRAM.match(text) is not None and on_disk(text) is None

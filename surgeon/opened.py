@@ -1,4 +1,4 @@
-"""The model that a user named, opened without its weights; and what it is to run, by a recipe or a program."""
+"""The model that a user named, opened without its weights; and a model with a recipe or a program to run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from surgeon.checkpoint.config import CONFIG, read_config_only
+from surgeon.checkpoint.belongings import GGUF_RECORD
+from surgeon.checkpoint.config import open_stored, read_config_only
 from surgeon.checkpoint.forms import Form, form_of
-from surgeon.checkpoint.load import load, open_stored
-from surgeon.checkpoint.locate import locate
+from surgeon.checkpoint.load import load
+from surgeon.checkpoint.locate import CONFIG, locate
 from surgeon.checkpoint.read import Checkpoint, read_json
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.errors import did_you_mean, shown
@@ -36,29 +37,21 @@ DEVICES = ("auto", "cpu", "cuda")
 
 
 class Model(StoredModel):
-    """A model that somebody named: its configuration and the headers of its weights have been read, and nothing else.
+    """A model that somebody named, by its configuration and the headers of its weights.
 
-    Or its configuration alone (`open_model` with `weights=False`, `Model.of_config`): then what needs more of it raises
-    ValueError.
+    Or by its configuration alone (`open_model` with `weights=False`, `Model.of_config`): then anything that needs more
+    of it raises ValueError.
     """
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, name: str) -> Model:
-        """Open a model whose files have been found.
-
-        Raises:
-            ValueError: if its configuration is damaged, or of an architecture that is not supported.
-        """
+        """Open a model whose files have been found."""
         stored = open_stored(checkpoint)
         return cls(name, checkpoint, stored.config, stored.own)
 
     @classmethod
     def of_config(cls, config: Any, name: str, own: Program | None = None) -> Model:
-        """A model of which nothing is known but a `transformers` configuration.
-
-        Raises:
-            ValueError: if its architecture is not supported.
-        """
+        """Make a model of a `transformers` configuration alone."""
         family_of(config)
         return cls(name, None, config, own)
 
@@ -80,12 +73,12 @@ class Model(StoredModel):
 
     @property
     def public_name(self) -> str:
-        """Its name without the place where it lies on this machine."""
+        """The name without the place on this machine."""
         return name_of(self.name)
 
     @property
     def reference(self) -> str:
-        """How a recipe names it, wherever it is used from: a folder by its whole path, else as the user did."""
+        """The name in a recipe, wherever it is used from: a folder by its whole path, else as the user typed it."""
         there = on_disk(self.name)
         if there is not None and is_gguf(there):
             return str(there.absolute())
@@ -100,58 +93,55 @@ class Model(StoredModel):
 
     @cached_property
     def shapes(self) -> ModelShapes:
-        """Its sizes, as its configuration says them.
-
-        Raises:
-            ValueError: if they fit no model.
-        """
+        """Sizes, by the configuration."""
         return ModelShapes.of(self.label, self.config)
 
     @property
     def positions(self) -> int:
-        """How many tokens it can read at once."""
+        """The most tokens that it can read at once."""
         return longest_text(self.family, self.config)
 
     @property
     def hash(self) -> str:
-        """Which model it is: of its weights, which are read for it once, and of what config.json says of it."""
+        """SHA-256 of its weights, which are read for it once, and of its config.json."""
         return self.checkpoint.model_hash()
+
+    @property
+    def gguf(self) -> dict[str, Any]:
+        """An entry for records: the GGUF file that it was converted from; empty if it was not."""
+        if self.files is None and not is_gguf(self.name):
+            return {}
+        path = (locate(self.name) if self.files is None else self.folder) / GGUF_RECORD
+        if not path.is_file():
+            return {}
+        return {"gguf": {name: value for name, value in read_json(path).items() if name != "written"}}
+
+    def provenance(self, **more: Any) -> dict[str, Any]:
+        """Return the record that goes into results; weights are read for their hash."""
+        return provenance(self.name, self.hash, **more, **self.gguf)
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Its tokenizer, every token of which has a row in the embedding.
-
-        Raises:
-            ValueError: if there is none, or one with tokens that have no row.
-        """
+        """The tokenizer, every token of which has a row in the embedding."""
         from surgeon.checkpoint.texts import open_tokenizer  # takes transformers' tokenizers, which take a second
 
         return open_tokenizer(self)
 
     def program_of(self, recipe: Recipe) -> Program:
-        """The program that a recipe makes of it.
-
-        Raises:
-            ValueError: as `recipe_program`; and if the recipe was made for another model, as far as its weights are
-                there to tell.
-        """
+        """Return the program that a recipe makes of it."""
         made = recipe_program(recipe, self.config, self.own)
         if recipe.weights is not None and self.files is not None:
             recipe.require_model(self.hash, self.checkpoint.weights_hash())
         return made
 
     def check(self, program: Program) -> None:
-        """Refuse a program that names layers or experts which it does not have, or averages mixtures.
-
-        Raises:
-            ValueError: naming the first one.
-        """
+        """Refuse a program that names layers or experts which it does not have, or averages mixtures."""
         check_layers(program, self.num_layers)
         self.family.layer_shapes(self.config).check_experts(program.sublayers())
 
 
 def open_model(name: str | Path | Model, weights: bool = True) -> Model:
-    """`surgeon.open`: the model of a folder or a name on the hub, or "demo", or one that is open; weights are not read.
+    """`surgeon.open`: open a folder, a name on the hub, or "demo"; a model that is open is returned as it is.
 
     Args:
         weights: whether its weights have to be there. Without, a config.json will do, nothing else is fetched from the
@@ -183,14 +173,14 @@ def open_model(name: str | Path | Model, weights: bool = True) -> Model:
 
 @dataclass(frozen=True)
 class EditedModel:
-    """A model and what it is to run; its weights have not been read.
+    """A model and the program that it is to run; its weights have not been read.
 
     Attributes:
         name: as the user named it: the model's name, or a recipe.
         asked: the program to run in place of the model's own; None to run that.
         recipe: if it is one.
         factors: of matrices that the program has a rank for; by default their truncated singular values.
-        factors_identity: what the values of such factors follow from, as JSON values.
+        factors_identity: the inputs that such factors follow from, as JSON values.
     """
 
     name: str
@@ -208,7 +198,7 @@ class EditedModel:
         return self.asked or self.model.program
 
     def load(self, device: str = "auto", packed: bool = False) -> PreTrainedModel:
-        """The model, under its program, on the device; for cuda one GPU that has room for it, else all of them.
+        """Load the model under its program; for cuda onto one GPU that has room for it, else all of them.
 
         Args:
             packed: as `surgeon.load` takes it.
@@ -221,7 +211,7 @@ class EditedModel:
         return edit(loaded, self.asked, factors=self.factors)
 
     def identity(self, device: str) -> dict[str, Any]:
-        """What its answers on some device depend on, as JSON values; weights are read for their hash."""
+        """Return all that its answers on a device depend on, as JSON values; weights are read."""
         tokenizer = self.model.tokenizer
         generation = self.model.folder / "generation_config.json"
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -241,11 +231,10 @@ class EditedModel:
         }
 
     def provenance(self, **more: Any) -> dict[str, Any]:
-        """The record that goes into the results; weights are read for their hash."""
+        """Return the record that goes into results; weights are read for their hash."""
         if self.recipe is not None:
             more = {"recipe": self.recipe.to_yaml()} | more
-        more |= self.model.gguf
-        return provenance(self.model.name, self.model.hash, program=str(self.program), **more)
+        return self.model.provenance(program=str(self.program), **more)
 
 
 def open_edited(
@@ -301,11 +290,7 @@ def open_edited(
 
 
 def choose_device(device: str) -> str:
-    """The device to compute on: "cpu" or "cuda"; "auto" is cuda where there is one.
-
-    Raises:
-        ValueError: if it is unknown, or there is none.
-    """
+    """Return the device to compute on, "cpu" or "cuda"; "auto" is cuda where there is one."""
     if device not in DEVICES:
         raise ValueError(f"unknown device {device!r}; {did_you_mean(device, DEVICES)}")
     if device == "cuda" and not torch.cuda.is_available():

@@ -13,7 +13,7 @@ Advance = Callable[[float], None]
 
 
 class TimeOver(Exception):
-    """A time limit ended some work between two of its steps; what it has kept so far stays, as after Ctrl-C."""
+    """A time limit ended some work between two of its steps; results so far stay, as after Ctrl-C."""
 
 
 _ends: list[float] = []  # of the time limits that hold, by `time.monotonic`
@@ -21,7 +21,7 @@ _ends: list[float] = []  # of the time limits that hold, by `time.monotonic`
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Let all work that shows its progress end with `TimeOver` at its first step after so many seconds."""
+    """End all work that shows its progress with `TimeOver` at its first step after so many seconds."""
     _ends.append(time.monotonic() + seconds)
     try:
         yield
@@ -30,11 +30,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def require_time() -> None:
-    """End work whose time is over.
-
-    Raises:
-        TimeOver: if a time limit that holds has passed.
-    """
+    """End work whose time is over."""
     if _ends and time.monotonic() > min(_ends):
         raise TimeOver("the time was over")
 
@@ -43,15 +39,15 @@ def require_time() -> None:
 def progress(
     what: str, total: float | None, unit: str, done: float = 0, note: Callable[[], str] = lambda: ""
 ) -> Iterator[Advance]:
-    """Show how far some work is; yields a function to be called with each amount of it that is done.
+    """Show the progress of some work; yields a function to be called with each amount of it that is done.
 
     Within a `time_limit` that function raises `TimeOver` once the time is over.
 
     Args:
         what: the work, a few words.
-        total: how much there is of it, in `unit`; None where that is not known.
-        done: how much was done earlier (a resumed run); it does not count towards the speed.
-        note: what to say beside it, as it is at the time; a few words.
+        total: its amount, in `unit`; None where that is not known.
+        done: the amount done earlier (a resumed run); it does not count towards the speed.
+        note: a few current words to show beside it.
     """
     with _bar(what, total, done, note) if sys.stderr.isatty() else _lines(what, total, unit, done, note) as show:
 
@@ -64,7 +60,7 @@ def progress(
 
 @contextmanager
 def stretch(advance: Advance, total: float) -> Iterator[Advance]:
-    """A stretch of some work whose steps are known only roughly; at its end exactly `total` has been told."""
+    """Advance over work whose steps are known only roughly; at its end exactly `total` has been advanced."""
     done = 0.0
 
     def tell(amount: float) -> None:
@@ -96,7 +92,7 @@ def _bar(what: str, total: float | None, done: float, note: Callable[[], str]) -
 
 @contextmanager
 def _lines(what: str, total: float | None, unit: str, done: float, note: Callable[[], str]) -> Iterator[Advance]:
-    """A line now and then."""
+    """Print a line now and then."""
     first = done
     begun = shown = time.monotonic()
 
@@ -120,7 +116,7 @@ def _lines(what: str, total: float | None, unit: str, done: float, note: Callabl
 
 
 def clock(seconds: float) -> str:
-    """A time as minutes and seconds, 4:05, or with hours before them."""
+    """Write a time as minutes and seconds, 4:05, or with hours before them."""
     minutes, rest = divmod(round(max(0.0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

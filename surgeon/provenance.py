@@ -1,4 +1,4 @@
-"""Where a result came from: what is written in the JSON file beside every table."""
+"""Provenance of results: the JSON record beside every table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FORMAT = 3
 
 
 def provenance(model: str, model_hash: str, *, seed: int | None = None, **more: Any) -> dict[str, Any]:
-    """A record of a run: model, its hash, seed, the command line, versions, and whatever else is given.
+    """Record a run: model, its hash, seed, the command line, versions, and further entries.
 
     Args:
         model: as the user named it.
@@ -36,18 +36,18 @@ def provenance(model: str, model_hash: str, *, seed: int | None = None, **more: 
 
 
 def command_line() -> str:
-    """What the user typed, with the program by its name alone, and without passwords."""
+    """Return the command as typed, with the program by its name alone, and without passwords."""
     return shlex.join([Path(sys.argv[0]).name, *map(without_password, sys.argv[1:])])
 
 
 def without_password(text: str) -> str:
-    """A text in which the passwords of addresses (database://user:password@host) are stars."""
+    """Replace passwords of addresses (database://user:password@host) by stars."""
     text = re.sub(r"(://[^/@:\s]*):\S*@", r"\1:***@", text)
     return re.sub(r"([?&]password=)[^&\s]*", r"\1***", text)
 
 
 def versions() -> dict[str, str]:
-    """Versions of what the numbers depend on."""
+    """Return versions that the numbers depend on."""
     import torch
     import transformers
 

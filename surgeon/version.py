@@ -1,3 +1,3 @@
-"""Which surgeon this is."""
+"""Version of surgeon."""
 
 __version__ = "0.2.0"

@@ -1,4 +1,4 @@
-"""Numbers and layers as a reader finds them written on the page, the same everywhere."""
+"""Numbers and layers as text, the same everywhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TIMES_FROM = 2.0  # from this ratio on, "3.2 times" says more than "+220%"
 
 
 def number(value: float, digits: int = 4) -> str:
-    """A number with so many significant digits; large ones with thousands apart, NaN as a dash."""
+    """Write a number with significant digits; large ones with thousands apart, NaN as a dash."""
     if math.isnan(value):
         return NO_VALUE
     if math.isinf(value):
@@ -33,21 +33,21 @@ def number(value: float, digits: int = 4) -> str:
 
 
 def cost(value: float) -> str:
-    """What a program costs: a number, but counts (depths have halves) without decimals that they do not have."""
+    """Write a program's cost: a number, but counts (depths have halves) without further decimals."""
     if float(2 * value).is_integer() and abs(value) < 1e7:
         return f"{value:,.8g}"
     return number(value)
 
 
 def interval(low: float | None, high: float | None, digits: int = 4) -> str:
-    """A 95% interval, or nothing where it is not known."""
+    """Write a 95% interval; empty where it is not known."""
     if low is None or high is None or math.isnan(low) or math.isnan(high):
         return ""
     return f"{number(low, digits)} to {number(high, digits)}"
 
 
 def with_intervals(row: Any, names: Iterable[str] = ("perplexity", "divergence")) -> list[str]:
-    """Columns of a table's row, each followed by its 95% interval, if the table has intervals."""
+    """Write columns of a table's row, each followed by its 95% interval, if the table has intervals."""
     texts = []
     for name in names:
         texts.append(number(row[name]))
@@ -57,13 +57,13 @@ def with_intervals(row: Any, names: Iterable[str] = ("perplexity", "divergence")
 
 
 def known(row: Any, name: str) -> str:
-    """A value (None is none) with its 95% interval in brackets, if there is one and it is known."""
+    """Write a value with its 95% interval in brackets, if it is known."""
     ends = interval(row.get(f"{name}_low"), row.get(f"{name}_high"))
     return number(math.nan if row[name] is None else float(row[name])) + (f" (95%: {ends})" if ends else "")
 
 
 def interval_heads(columns: Any, names: Iterable[str] = ("perplexity", "divergence")) -> list[str]:
-    """What stands above the columns of `with_intervals`."""
+    """Head the columns of `with_intervals`."""
     present = set(columns)
     return [
         text
@@ -73,7 +73,7 @@ def interval_heads(columns: Any, names: Iterable[str] = ("perplexity", "divergen
 
 
 def change(ratio: float) -> str:
-    """What a value is against its base: +5.3%, the like with a minus, or 3.2 times."""
+    """Write a value's ratio to its base: +5.3%, the like with a minus, or 3.2 times."""
     if math.isnan(ratio):
         return NO_VALUE
     if ratio >= _TIMES_FROM:
@@ -87,12 +87,12 @@ def change(ratio: float) -> str:
 
 
 def allowance(ratio: float) -> str:
-    """A tolerance, without decimals that nobody set: 1.05 is +5%."""
+    """Write a tolerance without needless decimals: 1.05 is +5%."""
     return f"+{100 * (ratio - 1):.3g}%"
 
 
 def tick(value: float) -> str:
-    """A number on an axis."""
+    """Write a number on an axis."""
     text = number(value, 3)
     if "." in text and TIMES not in text:
         return text.rstrip("0").rstrip(".")
@@ -100,14 +100,14 @@ def tick(value: float) -> str:
 
 
 def stretch(first: int, last: int) -> str:
-    """A stretch of layers, both ends included."""
+    """Write a stretch of layers, both ends included."""
     if first == last:
         return f"layer {first}"
     return f"layers {first} to {last}"
 
 
 def layer_list(layers: Iterable[int]) -> str:
-    """Single layers and runs of them: "0, 1 and 5 to 8"."""
+    """Write single layers and runs of them: "0, 1 and 5 to 8"."""
     runs: list[list[int]] = []
     for layer in sorted(set(layers)):
         if runs and runs[-1][-1] == layer - 1:
@@ -121,7 +121,7 @@ def layer_list(layers: Iterable[int]) -> str:
 
 
 def listed(parts: Iterable[str], joining: str = "and") -> str:
-    """Parts of a sentence: "a, b and c"."""
+    """Join parts of a sentence: "a, b and c"."""
     items = list(parts)
     if items:
         return f" {joining} ".join(filter(None, [", ".join(items[:-1]), items[-1]]))
@@ -129,29 +129,29 @@ def listed(parts: Iterable[str], joining: str = "and") -> str:
 
 
 def first_few(names: Sequence[str], most: int) -> str:
-    """Names, or the first of them and how many more there are: "a, b and 3 more"."""
+    """Join the first names and count the others: "a, b and 3 more"."""
     return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
 
 
 def in_words(name: str) -> str:
-    """A column's name for people."""
+    """Write a column's name with spaces."""
     return name.replace("_", " ")
 
 
 def plural(count: int, noun: str) -> str:
-    """A count with its noun: "1 layer", "12 layers"."""
+    """Write a count with its noun: "1 layer", "12 layers"."""
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 def times(value: float) -> str:
-    """How many times: two decimals; a dash where there is none."""
+    """Write a factor with two decimals; NaN as a dash."""
     if math.isnan(value):
         return "-"
     return f"{value:.2f}"
 
 
 def aligned(lines: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
-    """Lines of cells as columns for a terminal, of which some stand on the left and the others on the right.
+    """Align lines of cells in columns for a terminal, flush left or right.
 
     Two spaces are between them, one where the terminal would be too narrow for two.
     """
@@ -167,5 +167,5 @@ def aligned(lines: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str
 
 
 def hanging(start: str, text: str) -> str:
-    """Text behind a start, in the columns of a terminal; lines below the first begin where its text does."""
+    """Wrap text behind a start for a terminal; further lines begin where its text does."""
     return textwrap.fill(text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start), break_on_hyphens=False)

@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM
 import surgeon
 from surgeon.analysis.engine.machine import PlanMachine, run_plan
 from surgeon.analysis.engine.sharing import share
-from surgeon.checkpoint.streamed import load_streamed
+from surgeon.checkpoint.load import load_streamed
 from surgeon.exports.export import plan_export, write_export
-from surgeon.exports.saving import edit
+from surgeon.exports.in_memory import edit
 from surgeon.language.program import Program
 from surgeon.models.edit import program_of, restore
 from surgeon.models.families import family_of

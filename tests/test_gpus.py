@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import surgeon
-from surgeon.checkpoint.streamed import load_streamed
+from surgeon.checkpoint.load import load_streamed
 from surgeon.gpus import CUDNN_LAST, avoid_cudnn_attention, describe_gpu, gpu_with_room, gpus_in_turn
 from surgeon.memory import FREE_SHARE, available_bytes, gpu_free_bytes
 from surgeon.training.arguments import join_processes

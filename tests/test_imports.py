@@ -21,7 +21,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "surgeon"
 # several rooms use and knows nothing of models stands first. `demo` is only data (a model's folder and text) and the
 # command of that name lies in `commands`.
 FLOORS = [
-    ["version", "errors", "progress", "memory", "gpus", "provenance", "threads", "named", "words", "beside", "demo"],
+    ["version", "errors", "progress", "memory", "gpus", "provenance", "threads", "named", "words", "demo"],
     ["processes"],
     ["language"],
     ["models"],

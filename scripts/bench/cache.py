@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from surgeon.checkpoint.load import open_stored
+from surgeon.checkpoint.config import open_stored
 from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION, Sublayer
 from surgeon.memory import parse_size

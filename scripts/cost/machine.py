@@ -40,7 +40,7 @@ from scripts.bench.runtime import Way, parse_way
 from scripts.cost.against import Cell, draw, lines
 from surgeon.benchmarks.measure import RankBench
 from surgeon.benchmarks.timing import load_timed
-from surgeon.checkpoint.load import open_stored
+from surgeon.checkpoint.config import open_stored
 from surgeon.cost.calibrate import MachineCalibration, hardware_text
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.hardware_file import parse_hardware

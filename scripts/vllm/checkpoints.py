@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from surgeon.checkpoint.forms.program import needs_plugin
 from surgeon.exports.export import plan_export, write_export
-from surgeon.exports.saving import edit
+from surgeon.exports.in_memory import edit
 from surgeon.language.operations import experts, ladder, lowrank, pair, parallel, prune, repeat, tracks, width
 from surgeon.language.program import Program
 from surgeon.language.sublayer import ROLES, Sublayer

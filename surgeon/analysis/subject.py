@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from surgeon.checkpoint.load import load
-from surgeon.checkpoint.streamed import load_streamed
+from surgeon.checkpoint.load import load, load_streamed
 from surgeon.gpus import gpu_with_room
 from surgeon.memory import available_bytes, parse_size, show_size
 from surgeon.opened import Model, open_model
-from surgeon.provenance import provenance
 from surgeon.quality.data import DEFAULT_TOKENS, Windows, default_data, load_windows, window_for
 
 _LEAST_ROOM = 64 << 20  # for the numbers of a single small task
@@ -39,9 +37,7 @@ class Subject:
     def provenance(self, **more: Any) -> dict[str, Any]:
         """The record that goes beside every table made of this subject."""
         text = self.windows
-        return provenance(
-            self.opened.name,
-            self.opened.hash,
+        return self.opened.provenance(
             **text.record(),
             separator=text.separator,
             window=text.ids.shape[1],
@@ -49,7 +45,6 @@ class Subject:
             tokens_predicted=text.predicted,
             num_layers=self.opened.num_layers,
             steps_per_layer=self.opened.family.steps_per_layer,
-            **self.opened.gguf,
             **more,
         )
 

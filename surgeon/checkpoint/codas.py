@@ -1,8 +1,8 @@
-"""Codas beside a checkpoint: what lets every rack of a model predict by itself (see `surgeon.training.racks`).
+"""Codas beside a checkpoint, by which every rack of a model predicts by itself (see `surgeon.training.racks`).
 
-The checkpoint itself is the whole program, an ordinary checkpoint that everything loads; in its folder lies
+The checkpoint itself is an ordinary one of the whole program; in its folder lies
 
-    codas/codas.json             which racks, of which weights, and what a coda is
+    codas/codas.json             racks, the hash of the weights, a coda's configuration and program
     codas/rack-0.safetensors     the coda of rack 0: its layers, final norm and head, named as in a model of these alone
 
 with one file for every rack but the last, whose coda is the end of the checkpoint.
@@ -25,8 +25,7 @@ from surgeon.checkpoint.read import Checkpoint, read_json
 from surgeon.checkpoint.tensor_file import read_header
 from surgeon.errors import first_line, shown
 from surgeon.language.program import Program
-from surgeon.processes.files import sync_tree, write_json
-from surgeon.processes.folders import publish, scratch
+from surgeon.processes.files import publish, scratch, sync_tree, write_json
 
 INDEX = "codas.json"
 FORMAT = 1
@@ -35,11 +34,11 @@ _KINDS = {"racks": str, "nodes": int}  # of the items of lists
 
 @dataclass(frozen=True)
 class Coda:
-    """What makes a prediction of the stream in the middle of a model.
+    """A model's end that predicts from the stream in its middle.
 
     Attributes:
         config: of a stock model with the coda's layers.
-        program: over these layers; empty where it has none, and is a norm and a head.
+        program: over these layers; empty where it is a norm and a head alone.
         tensors: by their names in such a model: of its layers, its final norm and its head.
     """
 
@@ -57,7 +56,7 @@ class StoredCodas:
         racks: ranges of the unedited model's layers, in order, as in "0:8".
         nodes: after how many nodes of the checkpoint's program each rack ends; where pairs are stored as one layer, a
             node is such a layer's attention or feed-forward.
-        depth: how many layers of the unedited model a coda is made like.
+        depth: layers of the unedited model that a coda is made like.
         config, program: as `Coda` has them.
     """
 
@@ -72,14 +71,7 @@ class StoredCodas:
         return len(self.racks) - 1
 
     def coda(self, rack: int, dtype: torch.dtype | None = None) -> Coda:
-        """The coda of a rack but the last.
-
-        Args:
-            dtype: to compute in; by default the stored one.
-
-        Raises:
-            FileNotFoundError, ValueError: if its file is missing or damaged.
-        """
+        """Read the coda of a rack but the last."""
         path = _file(self.folder, rack)
         read_header(path)
         tensors = load_file(path)
@@ -94,17 +86,7 @@ def write_codas(
     codas: Sequence[Coda],
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write codas into the folder of a checkpoint, whose weights they are of; they are there whole or not at all.
-
-    Args:
-        racks, nodes, depth: as `StoredCodas` has them.
-        codas: one for each rack but the last, all alike.
-        dtype: of the written tensors; by default each keeps its own.
-
-    Raises:
-        FileNotFoundError, ValueError: if there is no checkpoint, or it is damaged.
-        OSError: if the disk is full or cannot be written.
-    """
+    """Write codas into the folder of the checkpoint that they belong to, whole or not at all."""
     assert len(codas) == len(racks) - 1 == len(nodes) - 1
     weights = Checkpoint(folder).model_hash()
     target = folder / CODAS
@@ -122,14 +104,10 @@ def write_codas(
 
 
 def read_codas(folder: Path, check_weights: bool = True) -> StoredCodas | None:
-    """The codas beside a checkpoint; None if there are none.
+    """Open the codas beside a checkpoint; None if there are none.
 
     Args:
-        check_weights: read the checkpoint's weights, to be sure that they are those that the codas were made with.
-
-    Raises:
-        FileNotFoundError: if a coda is missing.
-        ValueError: if they are damaged, or of other weights.
+        check_weights: compare the hash of the checkpoint's weights, which are read for it.
     """
     path = folder / CODAS / INDEX
     if not path.is_file():

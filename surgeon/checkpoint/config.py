@@ -1,8 +1,4 @@
-"""config.json as `transformers` reads it, checked so that it describes a model that there is, or could be.
-
-Of a checkpoint it is compared with its tensors; of a configuration alone, whether there are weights or not, it is the
-same without them.
-"""
+"""config.json as `transformers` reads it, checked against the tensors of its checkpoint, if there are any."""
 
 from __future__ import annotations
 
@@ -18,10 +14,10 @@ from surgeon.checkpoint.belongings import REPORT_FILE
 from surgeon.checkpoint.forms import FORMS, form_of
 from surgeon.checkpoint.forms.base import config_beside
 from surgeon.checkpoint.forms.fused import GLOBAL_WIDTHS_KEY, WIDTHS_KEY
-from surgeon.checkpoint.imported import uniform
-from surgeon.checkpoint.locate import DEMO, locate
-from surgeon.checkpoint.offline import fetching
+from surgeon.checkpoint.imported import translate_entries
+from surgeon.checkpoint.locate import CONFIG, find_config, locate
 from surgeon.checkpoint.read import QUANTIZATION, Checkpoint, read_json
+from surgeon.checkpoint.stored import StoredModel
 from surgeon.checkpoint.training import is_no_source
 from surgeon.errors import shown
 from surgeon.language.program import Program
@@ -30,9 +26,8 @@ from surgeon.models.families import Family, Unsupported, family_named, family_of
 from surgeon.models.families.fused import FUSED
 from surgeon.models.weights import Names
 from surgeon.models.wrappers import text_entries
-from surgeon.named import hub_name, is_gguf, on_disk
+from surgeon.named import model_name
 
-CONFIG = "config.json"
 MOST_LABELS = 1_000_000  # of a classifier, which a config.json may speak of
 _OF_LAYERS_THAT_DIFFER = "transformers.integrations.heterogeneity.configuration_utils"  # a logger
 
@@ -43,17 +38,29 @@ logging.getLogger(_OF_LAYERS_THAT_DIFFER).addFilter(
 )
 
 
-def read_config(checkpoint: Checkpoint) -> tuple[Any, Program | None]:
-    """The `transformers` configuration of a checkpoint, that of the stock architecture whatever its form; its program.
+def open_stored(what: str | Path | Checkpoint | StoredModel) -> StoredModel:
+    """Open a model without reading its weights.
 
-    Its `tie_word_embeddings` says what `transformers` makes of it: no, where a head of other numbers is stored, too.
-    Zeros that are stored as biases of layers without any are no tensors of the checkpoint any more.
+    Args:
+        what: a checkpoint's folder, a hub name, or either of what has been opened already.
+    """
+    if isinstance(what, StoredModel):
+        return what
+    checkpoint = what if isinstance(what, Checkpoint) else Checkpoint(locate(what))
+    for matrix in checkpoint.quantised.values():
+        _ = matrix.arrangement  # checks its tensors
+    name = str(checkpoint.folder) if isinstance(what, Checkpoint) else model_name(what)
+    return StoredModel(name, checkpoint, *read_config(checkpoint))
+
+
+def read_config(checkpoint: Checkpoint) -> tuple[Any, Program | None]:
+    """Read a checkpoint's `transformers` configuration, of the stock architecture whatever its form.
+
+    `tie_word_embeddings` is False where a head of other numbers is stored, as in `transformers`. Zeros that are stored
+    as biases of layers without any are removed from the checkpoint's tensors.
 
     Returns:
-        The configuration; and the program over its stored layers that it runs, None if it runs them as they are.
-
-    Raises:
-        ValueError: if the architecture is not supported, or config.json is not what its architecture needs.
+        The configuration; and the program over its stored layers, None if it runs them as they are.
     """
     path = checkpoint.folder / CONFIG
     entries = checkpoint.config
@@ -77,18 +84,12 @@ def read_config(checkpoint: Checkpoint) -> tuple[Any, Program | None]:
 
 
 def read_config_only(what: str | Path) -> tuple[Any, Program | None]:
-    """The same of a model's configuration alone: a folder or its config.json, demo, or a name on the hub.
+    """Read the same of a folder, its config.json, demo, or a hub name, of which nothing else is fetched.
 
-    Of a name on the hub nothing else is fetched, or it is taken from the hub's cache. A checkpoint in the fused form is
-    the model that it was made of, under the program that it runs.
-
-    Raises:
-        FileNotFoundError: if there is no such model.
-        ValueError: if it is not what a supported architecture needs, or a checkpoint in the fused form whose model is
-            not there.
+    A checkpoint in the fused form is the model that it was made of, under the program that it runs.
     """
     path = find_config(what)
-    entries = uniform(text_entries(read_json(path))).entries
+    entries = translate_entries(text_entries(read_json(path))).entries
     model_type = _model_type(entries, path)
     if model_type == FUSED.model_type:
         return _of_source(path)
@@ -104,24 +105,20 @@ def read_config_only(what: str | Path) -> tuple[Any, Program | None]:
 
 
 def dense_config(config: Any) -> Any:
-    """A configuration without what it says of quantised weights, which is a matter of the files alone."""
+    """Remove the entry on quantised weights, which concerns the files alone."""
     vars(config).pop(QUANTIZATION, None)
     return config
 
 
 def _model_type(entries: dict[str, Any], path: Path) -> str:
-    """The architecture that a config.json names.
-
-    Raises:
-        Unsupported: if it names none.
-    """
+    """Return the architecture that a config.json names."""
     if not (named := entries.get("model_type")):
         raise Unsupported(f"{path} has no model_type, which says what architecture it is of")
     return str(named)
 
 
 def _of_source(path: Path) -> tuple[Any, Program]:
-    """What a checkpoint in the fused form was made of, and the program that it runs: its layers are several in one."""
+    """Return the original of a checkpoint in the fused form, and the program that it runs."""
     record = path.with_name(REPORT_FILE)
     advice = "give the recipe that it was made by, or the model it was made of and the program"
     if not record.is_file():
@@ -146,29 +143,8 @@ def _of_source(path: Path) -> tuple[Any, Program]:
     return config, Program.parse(program)
 
 
-def find_config(what: str | Path) -> Path:
-    """The config.json of a model; errors as `read_config_only`."""
-    name = str(what)
-    there = on_disk(what)
-    if is_gguf(what):  # which is one file with all that there is
-        return locate(what) / CONFIG
-    if there is not None and not there.is_dir():
-        if there.suffix.lower() != ".json":
-            raise FileNotFoundError(
-                f"{there} is no {CONFIG}; give one, a folder with one, a name on the hub, or a recipe"
-            )
-        return there
-    if there is not None or name == DEMO or (named := hub_name(name)) is None:
-        return locate(what) / CONFIG
-    advice = "check the name and the connection, or give the path of a config.json"
-    with fetching(str(named), "its configuration ", advice):
-        from huggingface_hub import hf_hub_download
-
-        return Path(hf_hub_download(named.repository, CONFIG, revision=named.revision))
-
-
 def _program_in(entries: dict[str, Any], path: Path) -> Program | None:
-    """The program that the entries of a config.json have, which lies at a path; None if they have none."""
+    """Return the program in a config.json at a path; None if there is none."""
     if PROGRAM_KEY not in entries:
         return None
     text = entries[PROGRAM_KEY]
@@ -184,7 +160,7 @@ def _program_in(entries: dict[str, Any], path: Path) -> Program | None:
 
 
 def _check_counts(checkpoint: Checkpoint, family: Family) -> None:
-    """Refuse numbers of things that `transformers` would begin to make one by one, whatever the number."""
+    """Refuse counts of things that `transformers` would begin to make one by one."""
     tensors = len(checkpoint.names())
     named = ((name, checkpoint.config.get(name)) for name in family.entries.counts)
     counts = [(name, count, tensors) for name, value in named for count in _numbers_in(value)]
@@ -231,7 +207,7 @@ def _check_widths(checkpoint: Checkpoint) -> None:
 
 
 def _leave_out_biases(checkpoint: Checkpoint, config: Any) -> None:
-    """Leave out zeros that are stored as biases of layers that have none, as AutoGPTQ did; refuse other numbers."""
+    """Drop zeros stored as biases of layers without any, as AutoGPTQ writes; refuse other numbers."""
     beside = [
         bias
         for name, one in checkpoint.quantised.items()
@@ -250,14 +226,15 @@ def _leave_out_biases(checkpoint: Checkpoint, config: Any) -> None:
                 f"{checkpoint.folder}: tensor {name} is a bias of a layer that has none by config.json, and is not "
                 "zero; use the config.json that belongs to these weights"
             )
-    checkpoint.without(spare)
+    for name in spare:
+        del checkpoint.tensors[name]
 
 
 def _are_tied(checkpoint: Checkpoint, family: Family, wanted: bool) -> bool:
-    """Whether embedding and head are the same matrix, as `transformers` finds it when it loads them.
+    """Tell whether embedding and head are one matrix, as `transformers` decides.
 
     Args:
-        wanted: whether the configuration says so. If it does and both are stored, they are what is stored.
+        wanted: whether the configuration says so; if both are stored, their values decide.
     """
     names = Names(checkpoint, family)
     embedding, head = (names.own(f"{path}.weight") for path in (family.embedding, family.head))
@@ -266,11 +243,11 @@ def _are_tied(checkpoint: Checkpoint, family: Family, wanted: bool) -> bool:
     if (checkpoint.dtype(embedding), checkpoint.shape(embedding)) != (checkpoint.dtype(head), checkpoint.shape(head)):
         return False
     # Bit for bit; they are read as far as they are the same.
-    return all(a == b for a, b in zip(checkpoint.blocks(embedding), checkpoint.blocks(head), strict=True))
+    return all(a == b for a, b in zip(checkpoint[embedding].blocks(), checkpoint[head].blocks(), strict=True))
 
 
 def _numbers_in(value: Any) -> list[Any]:
-    """A value that is no list, or all that is in lists of lists."""
+    """Flatten lists of lists."""
     found = []
     left = [value]
     while left:

@@ -1,36 +1,53 @@
-"""What a checkpoint or a recipe is: its model, its form, and its program over the layers of the unedited model."""
+"""A checkpoint's or recipe's model, form, and program over the layers of the unedited model; sizes; differences.
+
+Tensors of two checkpoints are matched by the layer of the unedited model that they come from, so that layers that an
+edit left alone are equal wherever they are stored. They are read in parts: memory holds a few megabytes of each.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import filecmp
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from surgeon.checkpoint.belongings import companions_of
 from surgeon.checkpoint.codas import read_codas
-from surgeon.checkpoint.config import read_config_only
+from surgeon.checkpoint.config import open_stored, read_config_only
 from surgeon.checkpoint.forms import Form, form_of
-from surgeon.checkpoint.load import open_stored
+from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.checkpoint.training import is_no_source
+from surgeon.checkpoint.write import as_bytes
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe, read_recipe
+from surgeon.language.sublayer import EXPERTS, FEED_FORWARD, ROLES, UNITS
 from surgeon.models.edit import recipe_program
 from surgeon.named import is_recipe, name_of
+from surgeon.progress import Advance
 from surgeon.words import plural
 
 
 @dataclass(frozen=True)
 class Surgery:
-    """What was done to a model, as a checkpoint or a recipe says it.
+    """The edits of a model, as a checkpoint or a recipe records them.
 
     Attributes:
         name: of the checkpoint's folder, or of the recipe.
         stored: the checkpoint; of a recipe its model, known by its configuration alone.
         original: the unedited model's name, where it is known, and there was one.
         num_layers: of the unedited model.
-        unedited: what that runs.
-        program: what is run, over its layers.
+        unedited: its program.
+        program: run now, over its layers.
         recipe: if it is one.
+        report: the checkpoint's surgeon.json; empty if there is none.
     """
 
     name: str
@@ -40,6 +57,7 @@ class Surgery:
     unedited: Program
     program: Program
     recipe: Recipe | None = None
+    report: dict[str, Any] = field(default_factory=dict)
 
     @property
     def steps_per_layer(self) -> int:
@@ -47,7 +65,7 @@ class Surgery:
 
     @property
     def depth(self) -> float:
-        """How many layers run one after the other."""
+        """Effective depth in layers."""
         return self.program.effective_depth(self.steps_per_layer)
 
     @property
@@ -56,11 +74,6 @@ class Surgery:
         if self.recipe is not None:
             return None
         return form_of(self.stored.checkpoint)
-
-    @property
-    def report(self) -> dict[str, Any]:
-        """What the checkpoint's surgeon.json says; empty if there is none."""
-        return ({} if self.recipe is not None else self.stored.report) or {}
 
     @property
     def sources(self) -> list[tuple[int, ...]]:
@@ -73,17 +86,17 @@ class Surgery:
 
     @property
     def training(self) -> dict[str, Any] | None:
-        """What surgeon.json says of the model's (last) training; None where there was none."""
+        """The record of the model's (last) training in surgeon.json; None where there was none."""
         return self.report.get("trained")
 
     @property
     def from_scratch(self) -> bool:
-        """Whether it was trained from random weights, so that there is no unedited model."""
+        """True if it was trained from random weights, so that there is no unedited model."""
         return is_no_source(self.report.get("source", {}))
 
     @property
     def trained(self) -> str | None:
-        """That training in a few words; None where there was none."""
+        """The training in a few words; None where there was none."""
         said = self.training
         if said is None:
             return None
@@ -94,41 +107,210 @@ class Surgery:
 
     @property
     def codas(self) -> tuple[list[str], int] | None:
-        """The racks' ranges of layers and the depth of their codas, where such lie beside it (see codas.py).
-
-        Raises:
-            FileNotFoundError, ValueError: if they are damaged.
-        """
-        if self.recipe is not None:
-            found = None
-        else:
-            found = read_codas(self.stored.folder, check_weights=False)
-        if found is None:
-            return None
-        return (list(found.racks), found.depth)
+        """The racks' ranges of layers and the depth of their codas, where such lie beside it (see codas.py)."""
+        if self.recipe is None and (found := read_codas(self.stored.folder, check_weights=False)) is not None:
+            return (list(found.racks), found.depth)
+        return None
 
 
 def describe(what: str | Path) -> Surgery:
-    """Describe a recipe file, a checkpoint folder, or a model by its name.
-
-    Raises:
-        FileNotFoundError: if there is no such thing.
-        ValueError: if it is damaged, or of an architecture that is not supported.
-    """
+    """Describe a recipe file, a checkpoint folder, or a model by its name."""
     if is_recipe(what):
         recipe = read_recipe(Path(what))
         model = StoredModel(recipe.model, None, *read_config_only(recipe.model))
         program = recipe_program(recipe, model.config, model.own)
         return Surgery(Path(what).name, model, recipe.model, model.num_layers, model.program, program, recipe)
     stored = open_stored(what)
+    steps = stored.family.steps_per_layer
     if (report := stored.report) is None:
-        dense = Program.dense(stored.num_layers, stored.family.steps_per_layer)
+        dense = Program.dense(stored.num_layers, steps)
         return Surgery(name_of(what), stored, None, stored.num_layers, dense, stored.program)
     source = report["source"]
-    layers = report["source"]["num_layers"]
-    own = source.get("program")
-    if own is None:
-        unedited = Program.dense(layers, stored.family.steps_per_layer)
+    layers = source["num_layers"]
+    if source.get("program") is None:
+        unedited = Program.dense(layers, steps)
     else:
-        unedited = Program.parse(own)
-    return Surgery(name_of(what), stored, source["model"], layers, unedited, Program.parse(report["program"]))
+        unedited = Program.parse(source["program"])
+    program = Program.parse(report["program"])
+    return Surgery(name_of(what), stored, source["model"], layers, unedited, program, report=report)
+
+
+PART = 1 << 24  # bytes of a tensor that are compared at a time
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The differences between two checkpoints, A and B.
+
+    Attributes:
+        equal: number of tensors that are equal, bit for bit.
+        only_a, only_b: tensors of only one of them.
+        different: by tensor, in words, how its shape, dtype or values differ.
+        config: by key of config.json, A's value and B's; None for a missing key.
+        files: by name, "only in A", "only in B" or "different".
+    """
+
+    equal: int
+    only_a: list[str]
+    only_b: list[str]
+    different: dict[str, str]
+    config: dict[str, tuple[Any, Any]]
+    files: dict[str, str]
+
+    @property
+    def is_equal(self) -> bool:
+        return not any((self.only_a, self.only_b, self.different, self.config, self.files))
+
+
+def compare(a: Surgery, b: Surgery, advance: Advance = lambda _: None) -> Comparison:
+    """Compare two checkpoints."""
+    ours = a.stored.checkpoint
+    theirs = b.stored.checkpoint
+    names_a = _tensor_names(a)
+    names_b = _tensor_names(b)
+    different = {}
+    for key, name in names_a.items():
+        if key in names_b and (difference := _difference(ours, name, theirs, names_b[key])) is not None:
+            different[key] = difference
+        advance(ours[name].num_bytes)
+    keys = dict.fromkeys([*ours.config, *theirs.config])
+    values = {key: (ours.config.get(key), theirs.config.get(key)) for key in keys}
+    return Comparison(
+        len(names_a.keys() & names_b.keys()) - len(different),
+        [key for key in names_a if key not in names_b],
+        [key for key in names_b if key not in names_a],
+        different,
+        {key: pair for key, pair in values.items() if pair[0] != pair[1]},
+        _compare_files(ours, theirs),
+    )
+
+
+def _tensor_names(one: Surgery) -> dict[str, str]:
+    """Map "layer 3 mlp.up_proj.weight", by layers of the unedited model, to the name under which it is stored."""
+    seen: Counter[tuple[int, ...]] = Counter()
+    labels = []
+    for layers in one.sources:
+        labels.append(f"layer {'+'.join(map(str, layers))}{' again' * seen[layers]}")
+        seen[layers] += 1
+    family = one.stored.family
+    names = one.stored.weights.names
+    embedding = f"{family.embedding}.weight"
+    head = f"{family.head}.weight"
+    alike = {names.of(head): head, names.of(embedding): names.own(embedding)}  # whatever name they are stored under
+    pattern = re.compile(rf"{re.escape(names.layers)}(\d+)\.(.+)")
+    found = {}
+    for name in one.stored.checkpoint.names():
+        match = pattern.fullmatch(name)
+        if match and int(match[1]) < len(labels):
+            found[f"{labels[int(match[1])]} {match[2]}"] = name
+        else:
+            found[alike.get(name, name)] = name
+    return found
+
+
+def _difference(a: Checkpoint, a_name: str, b: Checkpoint, b_name: str) -> str | None:
+    """Say how two tensors differ, bit for bit; None if they do not."""
+    shape = a.shape(a_name)
+    dtypes = [str(a.dtype(a_name)).removeprefix("torch."), str(b.dtype(b_name)).removeprefix("torch.")]
+    if shape != b.shape(b_name):
+        return f"shape {list(shape)} | {list(b.shape(b_name))}"
+    count = 0
+    most = 0.0
+    widest = max(a.dtype(a_name).itemsize, b.dtype(b_name).itemsize)
+    rows = max(1, PART // max(1, math.prod(shape[1:]) * widest))
+    for part_a, part_b in zip(a[a_name].rows(rows), b[b_name].rows(rows), strict=True):
+        if part_a.dtype != part_b.dtype:
+            differs = (_wide(part_a) != _wide(part_b)).reshape(-1)
+        else:  # bit for bit, so that -0 is not 0
+            width = part_a.dtype.itemsize
+            differs = (as_bytes(part_a).view(-1, width) != as_bytes(part_b).view(-1, width)).any(dim=1)
+        if differs.any():
+            count += int(differs.sum())
+            apart = (_wide(part_a).reshape(-1)[differs] - _wide(part_b).reshape(-1)[differs]).abs()
+            most = max(most, apart.max().item(), key=lambda value: (math.isnan(value), value))  # nan is the largest
+    if dtypes[0] == dtypes[1] and not count:
+        return None
+    words = [] if dtypes[0] == dtypes[1] else [f"dtype {dtypes[0]} | {dtypes[1]}"]
+    if count:
+        words.append(f"{count:,} of {math.prod(shape):,} values, by {most:.3g} at most")
+    return ", ".join(words)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    if tensor.dtype in (torch.float16, torch.bfloat16, torch.float32):
+        return tensor.float()
+    return tensor.double()
+
+
+def _compare_files(*checkpoints: Checkpoint) -> dict[str, str]:
+    """Compare tokenizer, chat templates, settings, licence and code; the report and card always differ."""
+    ours, theirs = (
+        {path.name: path for path in one.folder.glob("*.py")} | companions_of(one.folder, one.file_names).files
+        for one in checkpoints
+    )
+    found = {}
+    for name in sorted(ours.keys() | theirs.keys()):
+        if name not in theirs:
+            found[name] = "only in A"
+        elif name not in ours:
+            found[name] = "only in B"
+        elif not filecmp.cmp(ours[name], theirs[name], shallow=False):
+            found[name] = "different"
+    return found
+
+
+Layer = tuple[tuple[int, ...], int]  # the layers of the unedited model that one comes from, and which copy it is
+WHOLE = "whole"
+_COUNTED = (EXPERTS, *UNITS.values())
+_OF_KIND = {kind: (*_COUNTED[: kind == FEED_FORWARD], UNITS[kind], *ROLES[kind]) for kind in ROLES}
+_IN_ORDER = [name for names in _OF_KIND.values() for name in names]
+
+
+def size_lines(program: Program) -> list[str]:
+    """Describe the groups of layers of equal sizes, "layers 2 to 5: KV groups 3; up 55", but whole ones."""
+    groups: dict[str, list[Layer]] = {}
+    for layers, text in sorted(_by_layers(program).items()):
+        if text != WHOLE:
+            groups.setdefault(text, []).append((layers, 0))
+    return [f"{layers_text(layers)}: {text}" for text, layers in groups.items()]
+
+
+def sizes_text(sizes: Mapping[str, str | int]) -> str:
+    """Write widths and ranks by name, equal ranks together: "KV groups 3; q, o 38; k, v 25"."""
+    groups: dict[tuple[str, str | bool], list[str]] = {}
+    for name in sorted(sizes, key=_IN_ORDER.index):
+        groups.setdefault((str(sizes[name]), name in _COUNTED and name), []).append(name)
+    return "; ".join(f"{', '.join(names)} {size}" for (size, _), names in groups.items())
+
+
+def layers_text(layers: Iterable[Layer]) -> str:
+    """Write layers: "layers 2, 4 to 7", and "layers 2+3 to 8+9" where several are stored as one."""
+    given = list(layers)
+    runs: list[list[Layer]] = []
+    for layer in given:
+        last = runs[-1][-1] if runs else None
+        if last and layer[1] == last[1] == 0 and len(layer[0]) == len(last[0]) and layer[0][0] == last[0][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    texts = [_one(run[0]) if len(run) == 1 else f"{_one(run[0])} to {_one(run[-1])}" for run in runs]
+    return ("layer " if len(given) == 1 else "layers ") + ", ".join(texts)
+
+
+def _one(layer: Layer) -> str:
+    return "+".join(map(str, layer[0])) + " again" * layer[1]
+
+
+def _by_layers(program: Program) -> dict[tuple[int, ...], str]:
+    """Describe the sizes by the layers of the sublayers; several sizes of one layer are joined by "or"."""
+    found: dict[tuple[int, ...], dict[str, dict[str, None]]] = {}
+    for sublayer in program.sublayers():
+        by_name = found.setdefault(sublayer.layers, {})
+        sizes = dict(sublayer.sizes)
+        for name in _OF_KIND[sublayer.kind]:
+            by_name.setdefault(name, {})[str(sizes.get(name) or WHOLE)] = None
+    texts = {}
+    for layers, by_name in found.items():
+        less = {name: " or ".join(sizes) for name, sizes in by_name.items() if [*sizes] != [WHOLE]}
+        texts[layers] = sizes_text(less) or WHOLE
+    return texts

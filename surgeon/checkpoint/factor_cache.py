@@ -1,7 +1,7 @@
-"""Factors that are made once and then read from a folder: making them costs much more than reading them.
+"""Factors made once and then read from a folder: making them costs much more.
 
 A folder holds one safetensors file for each matrix of each sublayer, "A4.q64.safetensors", with the tensors "first"
-and "second". A file gets its name when it is complete, so that work that was killed goes on with what is there.
+and "second". A file gets its name when it is complete, so that killed work goes on from there.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from surgeon.processes.files import whole_file
 
 
 class FactorCache:
-    """What another source makes, made once.
+    """Factors of another source, made once.
 
     Attributes:
-        folder: where to keep it; without one, everything is made whenever it is asked for.
+        folder: where to keep them; without one they are made on every call.
     """
 
     def __init__(self, source: FactorSource, folder: Path | None = None) -> None:
@@ -46,12 +46,7 @@ class FactorCache:
             self.folder = before
 
     def factors(self, sublayer: Sublayer, role: str, matrix: WeightMatrix) -> Factors:
-        """Those in the folder, or new ones.
-
-        Raises:
-            ValueError: if a file is damaged, or as the source does.
-            OSError: if the disk is full.
-        """
+        """Read them from the folder, or make them."""
         if self.folder is None:
             return self.source.factors(sublayer, role, matrix)
         path = self.folder / file_name(sublayer, role)
@@ -68,7 +63,7 @@ class FactorCache:
 
 
 def file_name(sublayer: Sublayer, role: str) -> str:
-    """Of the file with the factors of one matrix: what it is named in programs."""
+    """Name the file of one matrix's factors as programs name the matrix."""
     alone = replace(sublayer, piece=None, ranks=tuple(entry for entry in sublayer.ranks if entry[0] == role))
     return f"{str(alone).replace('@', '.')}.safetensors"
 

@@ -1,7 +1,7 @@
-"""Files of llama.cpp (GGUF) as sources: each is converted once into an ordinary folder, and everything else sees that.
+"""GGUF files of llama.cpp as sources: each is converted once into an ordinary folder, which everything else sees.
 
 The package `gguf` reads the file and dequantises its tensors; `transformers` says which configuration, tokenizer and
-parameters they are. What it leaves out of a configuration is taken from the file here, or refused, or warned of.
+parameters they are. Entries that it leaves out of a configuration are read here, refused, or warned of.
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from surgeon.checkpoint.belongings import GGUF_RECORD
+from surgeon.checkpoint.belongings import CARD_FILE, GGUF_RECORD
 from surgeon.checkpoint.forms import PlannedTensor
-from surgeon.checkpoint.inherit import CARD_FILE
 from surgeon.checkpoint.read import read_json
 from surgeon.checkpoint.write import Writing, split_into_shards
 from surgeon.errors import did_you_mean, naming, needs_extra
 from surgeon.models.families import family_named
-from surgeon.processes.files import cache_folder, check_space, make_folder, sync_tree, write_json
-from surgeon.processes.folders import publish, scratch
+from surgeon.processes.files import cache_folder, check_space, make_folder, publish, scratch, sync_tree, write_json
 from surgeon.progress import progress
 from surgeon.words import first_few
 
@@ -57,11 +55,7 @@ _SPARE = ("attention.value_length", "attention.causal", "rope.dimension_count", 
 
 
 def parts_of(path: Path) -> list[Path]:
-    """All files of a model that may be split (`-00001-of-00003`), in order.
-
-    Raises:
-        FileNotFoundError: naming the first one that is missing.
-    """
+    """List the files of a model that may be split (`-00001-of-00003`), in order."""
     found = _PART.fullmatch(path.name)
     if found is None:
         return [path]
@@ -76,16 +70,9 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def convert_gguf(path: Path) -> Path:
-    """The folder that a GGUF file was converted into, now or earlier; named by the file's hash, in surgeon's cache.
+    """Convert a GGUF file, or find its conversion, in surgeon's cache; the folder is named by the file's hash.
 
     Weights are dequantised tensor by tensor, and stored in bfloat16, or as `SURGEON_GGUF_DTYPE` says (float32).
-
-    Raises:
-        FileNotFoundError: if a part of a split file is missing.
-        ImportError: if the package `gguf` is.
-        OSError: if the cache cannot be written, or its disk is full.
-        ValueError: if it is no GGUF file, cut short, or of an architecture, a type or a configuration not known; if the
-            folder is not as it was written.
     """
     parts = parts_of(path)
     name = os.environ.get(SWITCH, "bfloat16")
@@ -138,7 +125,7 @@ def _check_whole(folder: Path, path: Path) -> None:
 
 
 def _hash_of(part: Path, kept: Path) -> str:
-    """SHA-256 of a file, which is read again only when it has changed."""
+    """Return SHA-256 of a file, which is read again only when it has changed."""
     facts = part.stat()
     known = f"{part.resolve()} {facts.st_size} {facts.st_ctime_ns} {facts.st_ino}"
     note = kept / f"{hashlib.sha256(known.encode()).hexdigest()[:32]}.json"
@@ -152,7 +139,7 @@ def _hash_of(part: Path, kept: Path) -> str:
 
 @contextmanager
 def _faults(said: str) -> Iterator[None]:
-    """Say of whatever a reader trips over what is wrong with the file."""
+    """Turn whatever a reader trips over into an error that says what is wrong with the file."""
     try:
         yield
     except MemoryError:
@@ -219,12 +206,7 @@ def _write_folder(made: Path, first: Path, readers: Sequence[GGUFReader], dtype:
 
 
 def _config_of(first: Path, reader: GGUFReader, architecture: str, tensors: Mapping[str, ReaderTensor]) -> Any:
-    """Its configuration as `transformers` reads it, with what that leaves out.
-
-    Raises:
-        ValueError: if `transformers` does not map the architecture, surgeon has no family for it, or RoPE is scaled in
-            a way that no entry can say.
-    """
+    """Return its configuration as `transformers` reads it, with the entries that that leaves out."""
     from transformers import CONFIG_MAPPING
     from transformers.modeling_gguf_pytorch_utils import GGUF_TO_TRANSFORMERS_MAPPING, load_gguf_checkpoint
 
@@ -268,11 +250,7 @@ def _config_of(first: Path, reader: GGUFReader, architecture: str, tensors: Mapp
 def _rope_scaling(
     first: Path, reader: GGUFReader, architecture: str, tensors: Mapping[str, ReaderTensor]
 ) -> dict[str, Any] | None:
-    """How RoPE's frequencies are scaled, as an entry of a configuration; None where they are not.
-
-    Raises:
-        ValueError: if no entry says what the file has.
-    """
+    """Return the configuration's entry for RoPE scaling; None where there is none."""
     kind = _value(reader, f"{architecture}.rope.scaling.type") or "none"
     factor = _value(reader, f"{architecture}.rope.scaling.factor")
     before = _value(reader, f"{architecture}.rope.scaling.original_context_length")
@@ -308,11 +286,7 @@ def _value(reader: GGUFReader, key: str) -> Any:
 def _by_parameter(
     first: Path, kind: str, names: Sequence[str], mapped: Mapping[str, str], tensors: Sequence[ReaderTensor]
 ) -> dict[str, list[ReaderTensor]]:
-    """The tensors that hold each parameter; a stack of experts has two.
-
-    Raises:
-        ValueError: if a parameter has no tensor, a tensor is of a type that cannot be dequantised, or of no parameter.
-    """
+    """Group tensors by the parameter that they hold; a stack of experts has two."""
     from gguf import dequantize
 
     held: dict[str, list[ReaderTensor]] = {}
@@ -338,7 +312,7 @@ def _by_parameter(
 def _planned(
     first: Path, architecture: str, config: Any, tensors: Sequence[ReaderTensor], dtype: torch.dtype
 ) -> list[PlannedTensor]:
-    """What is to be written: each parameter of the model, from the tensors that hold it; errors as `_by_parameter`."""
+    """Plan the parameters of the model, from the tensors that hold them; errors as `_by_parameter`."""
     from gguf import dequantize
     from transformers import AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import (

@@ -2,13 +2,12 @@
 
     SVD-LLM   q_proj is q_u_proj behind q_v_proj              A0@q64
     ASVD      q_proj is q_proj.ALinear behind q_proj.BLinear  A0@q64
-    Palu      k_proj is k_proj.U.0, k_proj.U.1 ... behind k_proj.VT: each makes some heads of a part of what VT gives,
+    Palu      k_proj is k_proj.U.0, k_proj.U.1 ... behind k_proj.VT: each makes some heads of a part of VT's output,
               which is one factor with these in blocks along its diagonal
     DeciLM    `block_configs` says which layers have no attention or no MLP, and how wide the others are
     GPT-2     `scale_attn_by_inverse_layer_idx` divides scores by the number of the layer, from 1: so are queries
 
-What config.json and the tensors would be in the program form is found from config.json and the tensors' names and
-shapes; nothing is read or written for it.
+Only config.json and the tensors' names and shapes are read.
 """
 
 from __future__ import annotations
@@ -16,17 +15,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from surgeon.checkpoint.tensor_file import Derived, StoredTensor, TensorFiles
 from surgeon.errors import shown
 from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, KINDS, ROLES, Sublayer
 from surgeon.models.edit import PROGRAM_KEY
 from surgeon.models.families import FAMILIES, Family
-from surgeon.models.weights import Store
+from surgeon.models.weights import Names, Store
 from surgeon.models.weights.layout import modules_of
 
 Entries = dict[str, Any]  # of a config.json
@@ -58,10 +59,9 @@ class Pair:
 
     Attributes:
         path: of the matrix's module, with the layer's own.
-        first, seconds: names of the stored factors; of several seconds each makes a part of the outputs of a part of
-            what the first gives.
+        first, seconds: names of the stored factors; each of several seconds maps a part of the first's outputs.
         biases: behind the seconds, if they have any.
-        rank: how many outputs the first has.
+        rank: outputs of the first.
     """
 
     path: str
@@ -73,13 +73,12 @@ class Pair:
 
 @dataclass(frozen=True)
 class Uniform:
-    """A model whose config.json describes layer by layer, as one in the program form.
+    """A config.json that describes layer by layer, as one in the program form.
 
     Attributes:
         entries: of its config.json.
-        repeats: layers whose KV heads are shared by more heads than in others, and how often each has to be there for
-            the same to be computed where all layers have as many.
-        divides: whether queries are to be divided by the number of their layer, from 1.
+        repeats: by layer with fewer KV heads than others, how often each is repeated to have as many.
+        divides: whether queries are divided by the number of their layer, from 1.
     """
 
     entries: Entries
@@ -87,12 +86,8 @@ class Uniform:
     divides: bool = False
 
 
-def uniform(entries: Entries) -> Uniform:
-    """config.json as it would be in the program form, where it has `block_configs`; else as it is.
-
-    Raises:
-        ValueError: if layers are something else than attention and MLP, or of sizes that no program has.
-    """
+def translate_entries(entries: Entries) -> Uniform:
+    """Return config.json as in the program form, where it has `block_configs`; else as it is."""
     model_type = str(entries.get("model_type"))
     if model_type in BASE_TYPES:
         entries = entries | {"model_type": BASE_TYPES[model_type]}
@@ -123,8 +118,40 @@ def uniform(entries: Entries) -> Uniform:
     return Uniform(kept, {layer: times for layer, times in repeats.items() if times > 1})
 
 
+def translate_model(entries: Entries, store: TensorFiles) -> tuple[Entries, dict[str, StoredTensor]]:
+    """Return config.json and the tensors of a model as they would be in the program form."""
+    found = translate_entries(entries)
+    tensors = dict(store.tensors)
+    family = FAMILIES.get(str(found.entries.get("model_type")))
+    if family is None or (layers := Names(store, family).prefix_of_layers) is None:
+        return found.entries, tensors
+    pairs = find_pairs(family, layers, store)
+    for pair in pairs.values():
+        outputs = sum(store.shape(name)[0] for name in pair.seconds)
+        tensors[f"{pair.path}.first.weight"] = tensors.pop(pair.first)
+        for name, stored, shape, make in (
+            ("second.weight", pair.seconds, (outputs, pair.rank), join_blocks),
+            ("second.bias", pair.biases, (outputs,), torch.cat),
+        ):
+            parts = [tensors.pop(one) for one in stored]
+            if len(parts) == 1:
+                tensors[f"{pair.path}.{name}"] = parts[0]
+            elif parts:
+                tensors[f"{pair.path}.{name}"] = Derived(parts, shape, make)
+    for layer, times in found.repeats.items():
+        for role in ("k", "v"):
+            path = f"{layers}{layer}.{family.attention.projection(role).path}"
+            for name in {f"{path}.weight", f"{path}.bias"} & tensors.keys():
+                rows, *others = tensors[name].shape
+                make = partial(repeat_heads, rows * times // int(found.entries["num_key_value_heads"]), times)
+                tensors[name] = Derived([tensors[name]], (rows * times, *others), make)
+    for name, layer in find_queries(family, layers, store) if found.divides else ():
+        tensors[name] = Derived([tensors[name]], tensors[name].shape, partial(divide_queries, layer + 1))
+    return add_ranks(found.entries, family, pairs), tensors
+
+
 def _part(block: Entries, name: str, layer: int) -> Entries | None:
-    """What a layer's entry says of its attention or MLP; None if it has none."""
+    """Return a layer's entry for its attention or MLP; None if it has none."""
     part = block.get(name)
     if part is None or part.get("no_op"):
         return None
@@ -136,7 +163,7 @@ def _part(block: Entries, name: str, layer: int) -> Entries | None:
 
 
 def _heads(block: Entries, heads: int, layer: int) -> tuple[int, int] | None:
-    """How many heads and KV heads a layer has; None if it has no attention."""
+    """Return a layer's heads and KV heads; None if it has no attention."""
     part = _part(block, "attention", layer)
     if part is None:
         return None
@@ -145,7 +172,7 @@ def _heads(block: Entries, heads: int, layer: int) -> tuple[int, int] | None:
 
 
 def _groups(attention: tuple[int, int], most: tuple[int, int], layer: int) -> tuple[int, int]:
-    """How many KV groups a layer has, of as many heads as others', and how often its KV heads are there for it."""
+    """Return a layer's KV groups, each of as many heads as others', and how often its KV heads are repeated."""
     (own, kv), (heads, kv_heads) = attention, most
     times, rest = divmod(own * kv_heads, heads * kv)
     if rest or times < 1:
@@ -168,39 +195,28 @@ def _neurons(block: Entries, entries: Entries, layer: int) -> int | None:
     return -(-neurons // _ROUNDED_TO) * _ROUNDED_TO
 
 
-def repeated_heads(head_dim: int, times: int, tensors: list[Tensor]) -> Tensor:
-    """Rows of a KV projection with every head so often, one after the other."""
+def repeat_heads(head_dim: int, times: int, tensors: list[Tensor]) -> Tensor:
+    """Repeat every head of the rows of a KV projection."""
     (rows,) = tensors
     heads: Tensor = rows.unflatten(0, (-1, head_dim))
     return heads.repeat_interleave(times, 0).flatten(0, 1)
 
 
-def queries_by_layer(family: Family, layers: str, store: Store) -> list[tuple[str, int]]:
-    """Names of the tensors that make queries, keys and values in layers behind the first, and of which layer each is.
-
-    Args:
-        layers: as of `factor_pairs`.
-    """
+def find_queries(family: Family, layers: str, store: Store) -> list[tuple[str, int]]:
+    """List the tensors that make queries, keys and values in layers behind the first, with their layer."""
     pattern = rf"{re.escape(layers)}([1-9]\d*)\.{re.escape(family.attention.projection('q').path)}\.(weight|bias)"
     return [(name, int(one[1])) for name in store.names() if (one := re.fullmatch(pattern, name))]
 
 
-def divided_queries(number: int, tensors: list[Tensor]) -> Tensor:
-    """Queries, which come before as many keys and as many values, divided by a number."""
+def divide_queries(number: int, tensors: list[Tensor]) -> Tensor:
+    """Divide queries, which come before as many keys and as many values."""
     (whole,) = tensors
     queries, *others = whole.chunk(3, -1)
     return torch.cat([(queries.float() / number).to(whole.dtype), *others], -1)
 
 
-def factor_pairs(family: Family, layers: str, store: Store) -> dict[tuple[int, str], Pair]:
-    """The matrices that are stored as two factors, by layer and role.
-
-    Args:
-        layers: what the names of the layers' tensors begin with.
-
-    Raises:
-        ValueError: if one of two factors is missing, or they do not fit together.
-    """
+def find_pairs(family: Family, layers: str, store: Store) -> dict[tuple[int, str], Pair]:
+    """Find the matrices that are stored as two factors, by layer and role."""
     roles = {one.path: one.role for spec in (family.attention, family.mlp) for one in spec.projections}
     alone = [
         path
@@ -250,8 +266,10 @@ def _numbers(name: str) -> list[int]:
     return [int(one) for one in re.findall(r"\d+", name)]
 
 
-def with_ranks(entries: Entries, family: Family, pairs: Mapping[tuple[int, str], Pair]) -> Entries:
-    """config.json in the program form, with a rank for each pair of factors."""
+def add_ranks(entries: Entries, family: Family, pairs: Mapping[tuple[int, str], Pair]) -> Entries:
+    """Return config.json in the program form, with a rank for each pair of factors."""
+    if not pairs:
+        return entries
     ranks: dict[tuple[str, int], dict[str, int]] = {}
     for (layer, role), pair in pairs.items():
         kind = next(kind for kind in KINDS if role in ROLES[kind])
@@ -270,7 +288,7 @@ def with_ranks(entries: Entries, family: Family, pairs: Mapping[tuple[int, str],
     return entries | {PROGRAM_KEY: str(program.renamed(ranked))}
 
 
-def in_blocks(tensors: list[Tensor]) -> Tensor:
-    """One factor with several in blocks along its diagonal."""
+def join_blocks(tensors: list[Tensor]) -> Tensor:
+    """Join several factors as blocks along the diagonal of one."""
     made: Tensor = torch.block_diag(*tensors)
     return made.to(tensors[0].dtype)

@@ -1,4 +1,8 @@
-"""`surgeon.load`: a `transformers` model from a folder or a hub name, with its program if it has one."""
+"""`surgeon.load`: a `transformers` model from a folder or a hub name, with its program if it has one; or streamed.
+
+Streamed layers are modules on PyTorch's meta device. Reading one sublayer's tensors maps a part of the safetensors file
+into memory, which is freed with the tensors.
+"""
 
 from __future__ import annotations
 
@@ -10,43 +14,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.utils import logging
 
 from surgeon.checkpoint.belongings import GENERATION
-from surgeon.checkpoint.config import dense_config, read_config
+from surgeon.checkpoint.config import dense_config, open_stored
 from surgeon.checkpoint.forms import form_of
-from surgeon.checkpoint.locate import locate
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.stored import StoredModel
+from surgeon.checkpoint.tensor_file import StoredTensor
 from surgeon.gpus import avoid_cudnn_attention
 from surgeon.models.edit import edit
-from surgeon.models.weights import take_experts_apart
+from surgeon.models.families import family_of
+from surgeon.models.weights import FactorSource, ModelWeights, take_experts_apart
 from surgeon.models.weights.quantised import PackedTensor
-from surgeon.named import model_name
 from surgeon.words import first_few
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-def open_stored(what: str | Path | Checkpoint | StoredModel) -> StoredModel:
-    """What is known of a model without reading its weights.
-
-    Args:
-        what: a checkpoint's folder, a hub name, or either of what has been opened already.
-
-    Raises:
-        FileNotFoundError: if there is no such model, or a file of it is missing.
-        ValueError: if the architecture is not supported, or a file is damaged.
-    """
-    if isinstance(what, StoredModel):
-        return what
-    checkpoint = what if isinstance(what, Checkpoint) else Checkpoint(locate(what))
-    for matrix in checkpoint.quantised.values():
-        _ = matrix.arrangement  # checks its tensors
-    name = str(checkpoint.folder) if isinstance(what, Checkpoint) else model_name(what)
-    return StoredModel(name, checkpoint, *read_config(checkpoint))
 
 
 def load(
@@ -89,12 +74,9 @@ def load(
 
 
 def from_files(model_class: Any, stored: StoredModel, packed: bool = False, **options: Any) -> PreTrainedModel:
-    """What `from_pretrained` makes of a model's folder, or of the text decoder in it.
+    """Build a model from a folder, or the text decoder in it, as `from_pretrained` does.
 
-    Quantised matrices are read as the numbers that they stand for, or stay `packed`, as `load` takes it.
-
-    Raises:
-        ValueError: if a tensor is missing or does not fit.
+    Quantised matrices are read as numbers, or stay `packed`, as `load` takes it.
     """
     wrapped = stored.wrapped
     options = options | {"ignore_mismatched_sizes": True, "output_loading_info": True}
@@ -138,7 +120,7 @@ class _Unread:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep `transformers` from reporting on every load."""
+    """Silence `transformers`' reports while inside."""
     verbosity = logging.get_verbosity()
     bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -152,18 +134,112 @@ def quiet() -> Iterator[None]:
 
 
 def check_complete(folder: Path, report: Mapping[str, Any]) -> None:
-    """Refuse what `transformers` would go on with, with random numbers in place of weights that do not fit.
-
-    Args:
-        report: of loading, as `transformers` gives it; of it `mismatched_keys` (name, stored shape, wanted shape) and
-            `missing_keys` count.
-
-    Raises:
-        ValueError: naming the first one.
-    """
+    """Refuse weights that are missing or do not fit, which `transformers` would replace by random numbers."""
     for name, stored, expected in sorted(report["mismatched_keys"]):
         raise ValueError(
             f"{folder}: tensor {name} has the shape {tuple(stored)}, but config.json asks for {tuple(expected)}"
         )
     if missing := sorted(report["missing_keys"]):
         raise ValueError(f"{folder} lacks a tensor of its model: {first_few(missing, 1)}")
+
+
+class StreamedLayers(nn.ModuleList):
+    """A decoder's layers without their weights, which `stored` holds.
+
+    Args:
+        layers: on the meta device.
+        device: to compute on.
+    """
+
+    def __init__(self, layers: nn.ModuleList, stored: StoredModel, device: torch.device) -> None:
+        super().__init__(layers)
+        self.stored = stored
+        self.dtype = stored.compute_dtype(device)
+        self.device = device
+
+    def weights(self, head_dim: int, factors: FactorSource | None = None) -> ModelWeights:
+        """The files' weights, read on demand; `factors` as `ModelWeights` takes them."""
+        checkpoint = self.stored.checkpoint
+        prefix = self.stored.weights.names.layers
+        for name, parameter in self.named_parameters():
+            if (stored := checkpoint.tensors.get(f"{prefix}{name}")) is not None and stored.shape != parameter.shape:
+                raise ValueError(
+                    f"{checkpoint.folder}: tensor {prefix}{name} has the shape {stored.shape}, but config.json asks "
+                    f"for {tuple(parameter.shape)}"
+                )
+        placed = checkpoint.copy()
+        placed.tensors = {name: _Placed(one, self.device, self.dtype) for name, one in checkpoint.tensors.items()}
+        return ModelWeights(placed, self.stored.family, head_dim, factors)
+
+    def sublayer_bytes(self, kind: str) -> int:
+        """Return the memory of the largest attention's, or feed-forward's, weights."""
+        spec = self.stored.family.spec
+        called = ([layer.get_submodule(path) for path in spec(kind, place).stages] for place, layer in enumerate(self))
+        sizes = (sum(one.numel() for module in own for one in module.parameters()) for own in called)
+        return max(sizes) * self.dtype.itemsize
+
+
+class _Placed(StoredTensor):
+    """A stored tensor that is read onto a device, in another dtype."""
+
+    def __init__(self, stored: StoredTensor, device: torch.device, dtype: torch.dtype) -> None:
+        self.stored = stored
+        self.device = device
+        self.dtype = dtype
+        self.paths = stored.paths
+        self.shape = stored.shape
+
+    def read(self) -> Tensor:
+        return self.stored.read().to(self.device, self.dtype)
+
+    def part(self, dim: int, first: int, end: int) -> Tensor:
+        return self.stored.part(dim, first, end).to(self.device, self.dtype)
+
+
+def load_streamed(model: str | Path | StoredModel, device: str = "cpu") -> PreTrainedModel:
+    """Load a model whose decoder layers are `StreamedLayers`, in evaluation mode."""
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM  # takes seconds, and ranks do without
+
+    avoid_cudnn_attention()
+    stored = open_stored(model)
+    family = stored.family
+    dtype = stored.compute_dtype(device)
+    require_streamable(stored)
+    if note := stored.dequantised(str(dtype).removeprefix("torch.")):
+        warnings.warn(note, stacklevel=1)
+    config = copy.deepcopy(stored.config)  # which becomes the model's own
+    with init_empty_weights(include_buffers=False):
+        whole: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    # Embeddings, final norm and head are those of the same model with no decoder layers.
+    shallow = copy.deepcopy(stored.config)
+    for key, value in stored.family.attention_entries(stored.config, []).items():
+        setattr(shallow, key, value)
+    shallow.num_hidden_layers = 0
+    outside: nn.Module = from_files(AutoModelForCausalLM, stored, config=shallow, dtype=dtype)
+    whole.load_state_dict(outside.to(device).state_dict(), strict=False, assign=True)
+    whole.tie_weights()
+    for module in whole.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(whole.device))
+    for name, parameter in whole.named_parameters():
+        assert not parameter.is_meta or name.startswith(f"{family.layers}."), name
+    path, _, name = family.layers.rpartition(".")
+    parent = whole.get_submodule(path)
+    setattr(parent, name, StreamedLayers(getattr(parent, name), stored, torch.device(device)))
+    streamed: PreTrainedModel = whole.eval()
+    return streamed
+
+
+def require_streamable(stored: StoredModel) -> None:
+    """Refuse models whose layers cannot be read one by one."""
+    if form_of(stored.checkpoint).shipped is not None:
+        raise ValueError(f"{stored.folder} is an edited model, which has to fit into memory")
+
+
+def streamed_layers(model: PreTrainedModel) -> StreamedLayers | None:
+    """Return the decoder's layers if they are streamed."""
+    layers = model.get_submodule(family_of(model.config).layers)
+    if isinstance(layers, StreamedLayers):
+        return layers
+    return None

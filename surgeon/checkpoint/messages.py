@@ -1,8 +1,8 @@
 """Messages of chats as chat templates take them.
 
-People and clients write one message in several ways, and a template reads one: contents are texts or lists of parts; an
-answer that calls tools has no content, an empty one, or null; the arguments of a call are an object (as transformers'
-own templates take them) or its JSON (as OpenAI's API sends them, and DeepSeek's templates take them).
+One message can be written in several ways, of which a template reads one: contents are texts or lists of parts; an
+answer that calls tools has no content, an empty one, or null; the arguments of a call are an object (in transformers'
+own templates) or its JSON (in OpenAI's API, and DeepSeek's templates).
 """
 
 from __future__ import annotations
@@ -23,13 +23,10 @@ Message = dict[str, Any]
 
 
 def plain_message(message: Message, name: str) -> Message:
-    """A message whose content is one text, and which has no key that says nothing.
+    """Return a message whose content is one text, without empty entries.
 
     Args:
         name: of the message, for errors.
-
-    Raises:
-        ValueError: if its role or its content is no text, or its calls are no list of objects.
     """
     if not isinstance(message.get("role"), str):
         raise ValueError(f'{name}.role must be a text such as "user", not {shown(message.get("role"))}')
@@ -54,7 +51,7 @@ def _part(part: Any, name: str) -> str:
 
 
 def opening(system: str | None) -> list[Message]:
-    """What a conversation begins with: a system message, or nothing."""
+    """Return the beginning of a conversation: a system message, or nothing."""
     if system is None:
         return []
     return [{"role": "system", "content": system}]
@@ -69,10 +66,7 @@ def chat_text(
 
     Args:
         name: of the model, for errors.
-        variables: what the template knows besides, such as enable_thinking.
-
-    Raises:
-        ValueError: if there is no template, or it does not take these messages or writes no system message.
+        variables: of the template, such as enable_thinking.
     """
     if not tokenizer.chat_template:
         raise ValueError(
@@ -100,14 +94,10 @@ def chat_text(
 
 
 def with_calls_written(write: Callable[[list[Message]], str], messages: list[Message]) -> list[Message]:
-    """Plain messages in the first form in which a template takes them and writes their calls of tools.
+    """Return plain messages in the first form whose calls of tools a template takes and writes.
 
     Args:
         write: puts messages into the template.
-
-    Raises:
-        ValueError: if it takes them in some form, and writes no calls in any.
-        TemplateError, ...: as `REFUSALS`, what it says to the first form, if it takes none.
     """
     if not any("tool_calls" in message for message in messages):
         return messages
@@ -128,7 +118,7 @@ def with_calls_written(write: Callable[[list[Message]], str], messages: list[Mes
 
 
 def differs(write: Callable[[list[Message]], str], messages: list[Message], text: str) -> bool:
-    """Whether a template writes something else than a text for some messages, or does not take them."""
+    """Tell whether a template writes another text for some messages, or does not take them."""
     try:
         return write(messages) != text
     except REFUSALS:
@@ -136,7 +126,7 @@ def differs(write: Callable[[list[Message]], str], messages: list[Message], text
 
 
 def without_keys(messages: list[Message], *keys: str) -> list[Message]:
-    """The same messages, without some of their keys."""
+    """Remove some keys of messages."""
     return [{key: value for key, value in message.items() if key not in keys} for message in messages]
 
 
@@ -154,7 +144,7 @@ def _forms(messages: list[Message]) -> Iterator[list[Message]]:
 
 
 def _called(call: dict[str, Any], with_arguments: Callable[[Any], Any]) -> dict[str, Any]:
-    """A call of a tool, whose function stands in it, or is what it is."""
+    """Write a call of a tool, whose function stands in it, or is it."""
     if isinstance(function := call.get("function"), dict):
         return call | {"function": _called(function, with_arguments)}
     if call.get("arguments") is not None:

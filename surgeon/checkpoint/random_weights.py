@@ -1,23 +1,23 @@
-"""Weights that lie nowhere: random numbers for a configuration, to measure the speed of models too large to fetch.
+"""Random weights for a configuration, to measure the speed of models too large to fetch.
 
-A config.json stands for such a model where others have a folder. Its matrices are normal numbers that follow from their
-names, so that every rank has slices of the same ones; gains are 1 and shifts 0.
+A config.json takes the place of a model's folder. Its matrices are normal numbers that follow from their names, so that
+every rank has slices of the same ones; gains are 1 and shifts 0.
 """
 
 from __future__ import annotations
 
 import zlib
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from surgeon.checkpoint.imported import uniform
+from surgeon.checkpoint.imported import translate_entries
 from surgeon.checkpoint.read import Checkpoint, Wrapped, read_json
 from surgeon.checkpoint.stored import StoredModel
-from surgeon.checkpoint.tensor_file import Entry, TensorFiles
+from surgeon.checkpoint.tensor_file import StoredTensor, TensorFiles
 from surgeon.errors import first_line
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.families import Family
@@ -27,17 +27,30 @@ from surgeon.models.wrappers import text_entries, wrapper_of
 SPREAD = 0.02  # the standard deviation of a matrix's numbers, and of those of the product of two factors
 
 
+@dataclass(eq=False)
+class RandomTensor(StoredTensor):
+    """Random numbers that follow from a tensor's name, made anew for every reading."""
+
+    paths: tuple[Path, ...]
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    device: torch.device
+
+    def read(self) -> Tensor:
+        made = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        if made.dim() > 1:
+            return normal_(made, SPREAD, self.name)
+        return made.fill_(float(self.name.endswith("weight")))
+
+
 class RandomCheckpoint(Checkpoint):
     """A configuration, and random numbers where a model of it has weights.
 
     Args:
         path: of the config.json.
         device: to make them on; a GPU makes others than a CPU.
-        config: what it says, where there is no such file.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if it is no configuration of an architecture that is supported.
+        config: its content, where there is no such file.
     """
 
     def __init__(self, path: Path, device: torch.device | str = "cpu", config: Any = None) -> None:
@@ -47,48 +60,36 @@ class RandomCheckpoint(Checkpoint):
 
         TensorFiles.__init__(self)
         self.raw = self
+        self.weight_files = {path}
         self.folder = path
         self.where = str(path)
-        entries = read_json(path) if config is None else config.to_dict()
-        if (wrapper := wrapper_of(entries)) is not None:
-            self.wrapped = Wrapped(wrapper, TensorFiles(), entries)
-        self.config = uniform(text_entries(entries)).entries if config is None else entries
-        self._device = torch.device(device)
-        parsed = read_config_only(path)[0] if config is None else config
+        if config is None:
+            config, _ = read_config_only(path)
+            self.entries = read_json(path)
+            self.config = translate_entries(text_entries(self.entries)).entries
+        else:
+            self.entries = self.config = config.to_dict()
+        if (wrapper := wrapper_of(self.entries)) is not None:
+            self.wrapped = Wrapped(wrapper, TensorFiles(), self.entries)
         try:
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(parsed, dtype=parsed.dtype or torch.bfloat16)
+                model = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.bfloat16)
         except Exception as error:  # whatever it trips over is a fault of the file
             raise ValueError(f"{path} describes no model that can be built ({first_line(error)})") from error
-        for name, parameter in model.named_parameters():  # of tied ones, the first
-            self.files[name] = path
-            self._entries[name] = Entry(parameter.dtype, tuple(parameter.shape), 0, parameter.nbytes)
-
-    def tensor(self, name: str) -> Tensor:
-        """One whole tensor, made anew."""
-        entry = self._entry(name)
-        made = torch.empty(entry.shape, dtype=entry.dtype, device=self._device)
-        if made.dim() > 1:
-            return normal_(made, SPREAD, name)
-        return made.fill_(float(name.endswith("weight")))
-
-    def part(self, name: str, dim: int, first: int, end: int) -> Tensor:
-        """Elements first..end-1 along one dimension of it; the rest is not kept."""
-        return self.tensor(name).narrow(dim, first, end - first).clone()
+        self.tensors = {  # of tied ones, the first
+            name: RandomTensor((path,), name, parameter.dtype, tuple(parameter.shape), torch.device(device))
+            for name, parameter in model.named_parameters()
+        }
 
 
 class RandomFactors:
-    """A `FactorSource` of random numbers: what would be factorised is not made.
-
-    Args:
-        device: to make them on.
-    """
+    """A `FactorSource` of random numbers: nothing is factorised."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = device
 
     def factors(self, sublayer: Sublayer, role: str, matrix: WeightMatrix) -> Factors:
-        """Factors in place of a matrix, (rank, in_features) and (out_features, rank), in its dtype."""
+        """Return (rank, in_features) and (out_features, rank), in the matrix's dtype."""
         (outputs, inputs), rank = matrix.shape, sublayer.rank(role)
         assert rank is not None
         name = f"{replace(sublayer, ranks=())} {role} {rank}"
@@ -99,7 +100,7 @@ class RandomFactors:
 
 
 def normal_(tensor: Tensor, spread: float, name: str) -> Tensor:
-    """Fill a tensor with normal numbers that follow from a name; one on the meta device has none."""
+    """Fill a tensor with normal numbers that follow from a name; one on the meta device stays empty."""
     if tensor.is_meta:
         return tensor
     generator = torch.Generator(tensor.device).manual_seed(zlib.crc32(name.encode()))
@@ -107,18 +108,14 @@ def normal_(tensor: Tensor, spread: float, name: str) -> Tensor:
 
 
 def open_random(path: Path) -> StoredModel:
-    """The model of a config.json, with random weights.
-
-    Raises:
-        FileNotFoundError, ValueError: as `RandomCheckpoint`.
-    """
+    """Open the model of a config.json, with random weights."""
     from surgeon.checkpoint.config import read_config_only
 
     return StoredModel(str(path), RandomCheckpoint(path), *read_config_only(path))
 
 
 def open_weights(path: Path, family: Family, head_dim: int, device: torch.device | str = "cpu") -> ModelWeights:
-    """The weights of a checkpoint's folder, or random ones for a config.json, made on a device."""
+    """Return the weights of a checkpoint's folder, or random ones for a config.json, made on a device."""
     if path.is_file():
         return ModelWeights(RandomCheckpoint(path, device), family, head_dim, RandomFactors(device))
     return ModelWeights(Checkpoint(path), family, head_dim)

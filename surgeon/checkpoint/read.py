@@ -1,37 +1,23 @@
-"""Reading a checkpoint folder: its configuration, and tensors or parts of them straight from the safetensors files.
+"""Checkpoint folders: their configuration, and tensors or parts of them straight from the safetensors files.
 
-Everything is checked when the folder is opened (headers only, no weights are read), so that a truncated or missing
-file is said before any work begins.
+Opening one reads and checks all headers, so that a truncated or missing file is an error before any work begins.
 """
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from surgeon.checkpoint.imported import (
-    Pair,
-    divided_queries,
-    factor_pairs,
-    in_blocks,
-    queries_by_layer,
-    repeated_heads,
-    uniform,
-    with_ranks,
-)
-from surgeon.checkpoint.tensor_file import Derived, TensorFiles, blocks_of, parse_json
-from surgeon.models.families import FAMILIES
-from surgeon.models.weights import Names
+from surgeon.checkpoint.imported import translate_model
+from surgeon.checkpoint.tensor_file import StoredTensor, TensorFiles, blocks_of, parse_json
 from surgeon.models.weights.quantised import Quantised, quantised_matrices
 from surgeon.models.wrappers import Prefixes, Wrapper, renamed, wrapper_of
 
@@ -42,7 +28,7 @@ _NOT_OF_THE_TEXT = frozenset(("model_type", "architectures", "transformers_versi
 
 @dataclass(frozen=True)
 class Wrapped:
-    """A folder's text decoder inside its wrapper.
+    """A text decoder inside its wrapper.
 
     Attributes:
         files: all tensors of the folder, by the names that they are stored under.
@@ -55,30 +41,29 @@ class Wrapped:
 
     @cached_property
     def prefixes(self) -> Prefixes:
-        """How its files call the text decoder's tensors."""
         return self.wrapper.prefixes_among(self.files.names())
 
     def stored_name(self, name: str) -> str:
-        """What files in this folder's way call a tensor of the text decoder."""
+        """Return the name that files of this folder have for a tensor of the text decoder."""
         found = renamed(name, [(own, stored) for stored, own in self.prefixes])
         assert found is not None, name
         return found
 
     @property
     def around(self) -> list[str]:
-        """The stored names of the tensors that are not the text decoder's."""
+        """Stored names of the tensors outside the text decoder."""
         return [name for name in self.files.names() if renamed(name, self.prefixes) is None]
 
     @property
     def loading(self) -> dict[str, str]:
-        """What makes `transformers` load the text decoder alone: patterns of stored names, and what replaces them."""
+        """Patterns of stored names, and their replacements, by which `transformers` loads the text decoder alone."""
         return {f"^{stored.replace('.', '[.]')}": own for stored, own in self.prefixes if stored != own}
 
     def around_text(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """config.json of the same wrapper around another text decoder.
+        """Return config.json of the same wrapper around another text decoder.
 
-        What does not differ from this one's stays as it is written here: entries may have more to say than a text needs
-        (positions in images), or leave out what is the default.
+        Entries that do not differ stay as they are written here: they may say more than a text needs (positions in
+        images), or leave out the default.
 
         Args:
             config: the entries of a causal language model's config.json.
@@ -117,34 +102,56 @@ NOT_COMPUTED = frozenset(
 )
 
 
+class Dequantised(StoredTensor):
+    """A quantised matrix, read as numbers in memory of their own."""
+
+    def __init__(self, matrix: Quantised, stored: TensorFiles) -> None:
+        self.matrix = matrix
+        self.parts = [stored[name] for name in matrix.parts.values()]
+        self.paths = tuple(path for one in self.parts for path in one.paths)
+        self.dtype = matrix.dtype
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]  # it may stand in a tensor that is not written yet
+        return self.matrix.shape
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(one.num_bytes for one in self.parts)
+
+    def read(self) -> Tensor:
+        return self.matrix.whole()
+
+    def part(self, dim: int, first: int, end: int) -> Tensor:
+        return self.matrix.part(dim, first, end)
+
+
 class Checkpoint(TensorFiles):
-    """A folder with config.json and safetensors weights, one file or sharded.
+    """A folder with config.json and safetensors weights, one file or sharded; symbolic links are followed.
 
-    A matrix that is stored quantised has the name and the shape that its architecture gives it, and is read as the
-    numbers that it stands for, in float32; the tensors that hold it are not among the names.
-
-    Symbolic links are followed, wherever they lead.
+    A quantised matrix has the name and shape that its architecture gives it, and is read as float32 numbers; the
+    tensors that hold it are not among the names.
 
     Attributes:
         folder: where it lies.
-        config: the parsed config.json; of a model around a text decoder, what the decoder would have alone.
-        wrapped: what is around the text decoder, which these tensors are then; None where nothing is.
+        entries: the parsed config.json.
+        config: the same as surgeon sees it; inside a wrapper, the text decoder's own.
+        wrapped: the wrapper around the text decoder, if any.
+        weight_files: the safetensors files, of the tensors around a text decoder, too.
         raw: its tensors as they are stored.
         quantised: the matrices that several of those hold, by name.
-        imported: whether config and tensors are seen as in the program form, and are stored in another way.
+        imported: whether config and tensors, stored in another way, are seen as in the program form.
 
     Raises:
         FileNotFoundError: if config.json, the weights or one of their shards is missing.
         ValueError: if a file is truncated or is not what it claims to be, an adapter lies in the folder, or weights are
-            quantised in a way that is not known.
+            quantised in an unknown way.
     """
 
     needed_by = "its config.json"
     wrapped: Wrapped | None = None
     quantised: Mapping[str, Quantised] = {}
-    _owner: Mapping[str, str] = {}
     imported = False
-    _json: dict[str, Any] | None = None
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -155,80 +162,35 @@ class Checkpoint(TensorFiles):
                 f"{folder} holds an adapter ({ADAPTER_FILE}), which transformers would apply where peft is installed, "
                 "and nothing else would; merge it into its model (peft's merge_and_unload), or move it elsewhere"
             )
-        self.config = self._json = entries = read_json(folder / "config.json")
+        self.entries = entries = read_json(folder / "config.json")
         self._weights_hash = ""
         self._hashing = Lock()
         for file, names in self._index().items():
             self._add(folder / file, names)
-        if not self.files:
+        if not self.tensors:
             raise ValueError(f"{folder} holds no tensors")
+        self.weight_files = self.paths
+        config = entries
         if (wrapper := wrapper_of(entries)) is not None:
-            self.config = wrapper.text_entries(entries)
-            self.wrapped = Wrapped(wrapper, copy.copy(self), entries)
-            found = {renamed(name, self.wrapped.prefixes): name for name in self.names()}
-            self._keep({own: name for own, name in found.items() if own is not None})
-        self._take_in()
-        self.raw = self.as_stored()
-        self.quantised = quantised_matrices(self.raw, entries.get(QUANTIZATION) or self.config.get(QUANTIZATION))
-        self._owner = {part: name for name, matrix in self.quantised.items() for part in matrix.parts.values()}
-
-    def _take_in(self) -> None:
-        """See a model that others decomposed or pruned as one in the program form."""
-        before = self.config
-        found = uniform(self.config)
-        self.config = found.entries
-        family = FAMILIES.get(str(found.entries.get("model_type")))
-        if family is None or (layers := Names(self, family).prefix_of_layers) is None:
-            return
-        pairs = factor_pairs(family, layers, self)
-        if pairs:
-            self.config = with_ranks(self.config, family, pairs)
-            self._take_in_pairs(pairs.values())
-        for layer, times in found.repeats.items():
-            for role in ("k", "v"):
-                path = f"{layers}{layer}.{family.attention.projection(role).path}"
-                for name in (f"{path}.weight", f"{path}.bias"):
-                    if name in self:
-                        rows, *others = self.shape(name)
-                        make = partial(repeated_heads, rows * times // int(self.config["num_key_value_heads"]), times)
-                        self._derive(name, Derived((name,), (rows * times, *others), make))
-        for name, layer in queries_by_layer(family, layers, self) if found.divides else ():
-            self._derive(name, Derived((name,), self.shape(name), partial(divided_queries, layer + 1)))
-        self.imported = bool(pairs) or self.config != before
-
-    def _take_in_pairs(self, pairs: Iterable[Pair]) -> None:
-        """Know factors by the names that the program form has for them."""
-        names = {name: name for name in self.names()}
-        for pair in pairs:
-            renamed = {"first.weight": (pair.first,), "second.weight": pair.seconds, "second.bias": pair.biases}
-            for own, stored in renamed.items():
-                if len(stored) == 1:
-                    names[f"{pair.path}.{own}"] = names.pop(stored[0])
-        self._keep(names)
-        for pair in pairs:
-            if len(pair.seconds) > 1:
-                outputs = sum(self.shape(name)[0] for name in pair.seconds)
-                self._derive(f"{pair.path}.second.weight", Derived(pair.seconds, (outputs, pair.rank), in_blocks))
-            if len(pair.biases) > 1:
-                outputs = sum(self.shape(name)[0] for name in pair.biases)
-                self._derive(f"{pair.path}.second.bias", Derived(pair.biases, (outputs,), torch.cat))
-
-    @property
-    def whole(self) -> TensorFiles:
-        """All tensors of the folder, also those around a text decoder, by the names that they are stored under."""
-        if self.wrapped is None:
-            return self.raw
-        return self.wrapped.files
-
-    @property
-    def entries(self) -> dict[str, Any]:
-        """config.json as it stands."""
-        return self._json or self.config
+            config = wrapper.text_entries(entries)
+            self.wrapped = Wrapped(wrapper, self.copy(), entries)
+            inside = {renamed(name, self.wrapped.prefixes): one for name, one in self.tensors.items()}
+            self.tensors = {name: one for name, one in inside.items() if name is not None}
+        self.config, self.tensors = translate_model(config, self)
+        self.imported = self.config != config
+        self.raw = self.copy()
+        self.quantised = quantised_matrices(self.raw, entries.get(QUANTIZATION) or config.get(QUANTIZATION))
+        matrices: dict[str, StoredTensor] = {
+            name: Dequantised(matrix, self.raw) for name, matrix in self.quantised.items()
+        }
+        owner = {part: name for name, matrix in self.quantised.items() for part in matrix.parts.values()}
+        own = {name: owner.get(name, name) for name in self.tensors}
+        self.tensors = {own[name]: matrices.get(own[name], one) for name, one in self.raw.tensors.items()}
 
     def _index(self) -> dict[str, set[str]]:
-        """The weight files, and the tensors that the index says are in each: those that `transformers` would load.
+        """Map the weight files that `transformers` would load to the tensors that the index says are in each.
 
-        Of one file and an index beside it, that is the file, and the index with its shards lies idle.
+        Of one file and an index beside it, that is the file.
         """
         index = self.folder / self._weights_file()
         if index.suffix == ".safetensors":
@@ -249,7 +211,7 @@ class Checkpoint(TensorFiles):
         return dict(sorted(shards.items()))
 
     def _weights_file(self) -> str:
-        """The name of the one file, or of the index of several."""
+        """Return the name of the one file, or of the index of several."""
         named = self.entries.get(WEIGHTS_KEY)
         if named is not None:
             if not isinstance(named, str) or Path(named).name != named or not named.endswith(WEIGHTS_ENDINGS):
@@ -269,71 +231,23 @@ class Checkpoint(TensorFiles):
             f"{self.folder} has no {SINGLE_FILE} and no {INDEX_FILE}; only safetensors weights are read{found}"
         )
 
-    def names(self) -> list[str]:
-        """All names, file by file."""
-        return list(dict.fromkeys(self._owner.get(name, name) for name in self.files))
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.quantised or (name in self.files and name not in self._owner)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        if name in self.quantised:
-            return self.quantised[name].shape
-        return super().shape(name)
-
-    def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor; of a quantised one that of its numbers."""
-        if name in self.quantised:
-            return self.quantised[name].dtype
-        return super().dtype(name)
-
-    def num_bytes(self, name: str) -> int:
-        """How many bytes a tensor takes in its files."""
-        return sum(map(super().num_bytes, self.parts_of(name)))
-
-    def tensor(self, name: str) -> Tensor:
-        """One whole tensor, in memory of its own if it is quantised."""
-        if name in self.quantised:
-            return self.quantised[name].whole()
-        return super().tensor(name)
-
-    def part(self, name: str, dim: int, first: int, end: int) -> Tensor:
-        """Elements first..end-1 along one dimension of a tensor."""
-        if name in self.quantised:
-            return self.quantised[name].part(dim, first, end)
-        return super().part(name, dim, first, end)
-
-    def parts_of(self, name: str) -> list[str]:
-        """The names of the stored tensors that hold one."""
-        if name in self.quantised:
-            return [*self.quantised[name].parts.values()]
-        return [name]
-
-    def without(self, names: Iterable[str]) -> None:
-        """Know these tensors no more."""
-        for name in names:
-            del self.files[name], self._entries[name]
-
     @property
     def file_names(self) -> frozenset[str]:
         """The weight files in use, and their index."""
-        return frozenset({self._weights_file(), *(path.name for path in self.whole.files.values())})
+        return frozenset({self._weights_file(), *(path.name for path in self.weight_files)})
 
     def model_hash(self) -> str:
-        """SHA-256 over what config.json says of the model and over its weights: which model this is.
-
-        The order of config.json's entries does not count, nor do those that change nothing of what is computed.
-        """
+        """Return SHA-256 over the weights and over config.json but for its order and `NOT_COMPUTED`."""
         meant = {key: value for key, value in self.entries.items() if key not in NOT_COMPUTED}
         text = json.dumps(meant, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(f"{text}\n{self.weights_hash()}".encode()).hexdigest()
 
     def weights_hash(self) -> str:
-        """SHA-256 over the names and contents of the weight files, which are read once, whichever threads ask."""
+        """Return SHA-256 over the names and contents of the weight files, read once by all threads."""
         with self._hashing:
             if not self._weights_hash:
                 digest = hashlib.sha256()
-                for path in sorted(set(self.whole.files.values())):
+                for path in sorted(self.weight_files):
                     digest.update(path.name.encode())
                     with path.open("rb", buffering=0) as file:
                         for block in blocks_of(file, path.stat().st_size, path):
@@ -343,12 +257,7 @@ class Checkpoint(TensorFiles):
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if it is not a JSON object, with the line where it stops being one.
-    """
+    """Read a JSON object from a file."""
     if not path.is_file():
         raise FileNotFoundError(
             f"{path.parent} has no {path.name}; a model is a folder with config.json and *.safetensors"

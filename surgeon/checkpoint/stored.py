@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from surgeon.checkpoint.belongings import GGUF_RECORD, REPORT_FILE
+from surgeon.checkpoint.belongings import REPORT_FILE
 from surgeon.checkpoint.read import Checkpoint, Wrapped, read_json
 from surgeon.checkpoint.training import is_no_source, lacking
 from surgeon.errors import shown
@@ -22,14 +23,15 @@ from surgeon.words import MOST_LAYERS
 
 @dataclass(frozen=True)
 class StoredModel:
-    """What forms and loading know of a model; everything else has a `surgeon.opened.Model`, which this is a part of.
+    """A model by its configuration and the headers of its weights, as far as forms and loading need it.
+
+    `surgeon.opened.Model` extends it.
 
     Attributes:
         name: as the user named it: a folder, a hub name, or "demo".
         files: with the headers of its weights; None of a model known by its configuration alone.
         config: as `transformers` reads it.
-        own: the program that an edited or native-track checkpoint runs; None where it runs its layers one after the
-            other.
+        own: the program of an edited or native-track checkpoint; None where it runs its layers one after the other.
     """
 
     name: str
@@ -39,11 +41,7 @@ class StoredModel:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """Its files, with the headers of its weights.
-
-        Raises:
-            ValueError: if it is known by its configuration alone.
-        """
+        """Files, with the headers of the weights; ValueError if there is only a configuration."""
         if self.files is None:
             raise ValueError(
                 f"{self.name} was opened by its configuration alone, and this needs its files; open it with its weights"
@@ -52,7 +50,7 @@ class StoredModel:
 
     @property
     def wrapped(self) -> Wrapped | None:
-        """What is around it, if it is the text decoder of a model of more."""
+        """The wrapper around it, if it is the text decoder of a larger model."""
         if self.files is None:
             return None
         return self.files.wrapped
@@ -67,67 +65,49 @@ class StoredModel:
 
     @property
     def num_layers(self) -> int:
-        """How many layers it is stored as."""
+        """Number of stored layers."""
         return int(self.config.num_hidden_layers)
 
     @property
     def program(self) -> Program:
-        """What it runs: its own program, or its layers one after the other."""
+        """The checkpoint's own program, or its layers one after the other."""
         return self.own or Program.dense(self.num_layers, self.family.steps_per_layer)
 
     @cached_property
     def weights(self) -> ModelWeights:
-        """Its stored tensors by layer and role; each is read when it is asked for."""
+        """Stored tensors by layer and role, read on demand."""
         return ModelWeights(self.checkpoint, self.family, self.family.head_dim(self.config))
 
     @cached_property
     def report(self) -> dict[str, Any] | None:
-        """surgeon.json, which says what it was made of; None where it has none.
-
-        Raises:
-            ValueError: if it is damaged, or not what `surgeon.export` writes.
-        """
+        """surgeon.json, the record of its export; None where it has none."""
         return _read_report(self.folder / REPORT_FILE)
 
     @property
-    def gguf(self) -> dict[str, Any]:
-        """An entry for records: which GGUF file it was converted from; empty if it was not."""
-        if self.files is None or not (self.folder / GGUF_RECORD).is_file():
-            return {}
-        record = read_json(self.folder / GGUF_RECORD)
-        return {"gguf": {name: value for name, value in record.items() if name != "written"}}
-
-    @property
     def parameters(self) -> int:
-        """How many numbers its tensors hold."""
-        return sum(torch.Size(self.checkpoint.shape(name)).numel() for name in self.checkpoint.names())
+        """Number of elements of its tensors."""
+        return sum(math.prod(tensor.shape) for tensor in self.checkpoint.tensors.values())
 
     @property
     def size(self) -> int:
-        """Of its tensors in their files, in bytes."""
-        return sum(map(self.checkpoint.num_bytes, self.checkpoint.names()))
+        """Bytes of its tensors in their files."""
+        return sum(tensor.num_bytes for tensor in self.checkpoint.tensors.values())
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype in which the embedding is stored.
 
-        What config.json says is not looked at, and what other tensors are stored in does not count: the stream begins
-        as rows of the embedding, norms are often kept in more digits, and buffers may be of any kind.
-
-        Raises:
-            ValueError: if the embedding is missing.
+        config.json and other tensors do not count: the stream begins as rows of the embedding, norms are often kept in
+        more digits, and buffers may be of any kind.
         """
         name = self.weights.names.of(f"{self.family.embedding}.weight")
         return self.checkpoint.dtype(name)
 
     def compute_dtype(self, device: torch.device | str) -> torch.dtype:
-        """The dtype to compute in: that in which the embedding is stored, but float32 for 16-bit weights on a CPU.
+        """Return the dtype to compute in: the embedding's, but float32 for 16-bit weights on a CPU.
 
         Many CPUs compute 16-bit matrix products hundreds of times slower than float32 ones, and numbers should not
-        depend on which CPU it was.
-
-        Raises:
-            ValueError: as `dtype`.
+        depend on the CPU.
         """
         is_slow = torch.device(device).type == "cpu" and self.dtype in (torch.float16, torch.bfloat16)
         if is_slow:
@@ -135,11 +115,7 @@ class StoredModel:
         return self.dtype
 
     def dequantised(self, dtype: str, packed: bool = False) -> str | None:
-        """That its quantised weights are computed with as numbers of a dtype, in a line; None where it has none.
-
-        Args:
-            packed: whether they stay as they are stored in memory.
-        """
+        """Say in a line that its quantised weights are computed with in a dtype; None without any."""
         if not self.schemes:
             return None
         if packed:
@@ -150,15 +126,11 @@ class StoredModel:
 
     @property
     def schemes(self) -> list[str]:
-        """How its quantised weights are stored, in words."""
+        """Descriptions of how its quantised weights are stored."""
         return list(dict.fromkeys(one.scheme.description for one in self.checkpoint.quantised.values()))
 
     def bytes_on(self, device: torch.device | str, program: Program | None = None) -> int:
-        """How much memory it takes once it is loaded: its stored weights, and what an edit derives from them.
-
-        Args:
-            program: that it will run, by default its own.
-        """
+        """Return the memory of a loaded model: its stored weights, and what an edit derives from them."""
         numbers = self.parameters
         runs = program or self.own
         for sublayer in dict.fromkeys(() if runs is None else runs.sublayers()):
@@ -169,18 +141,12 @@ class StoredModel:
         return numbers * self.compute_dtype(device).itemsize
 
     def device_map(self, program: Program | None = None) -> Any:
-        """Where on GPUs it belongs, as `load` takes it: on the first with room for all of it, else wherever it fits.
-
-        A model on one device needs no transfers between devices in each of its layers.
-
-        Args:
-            program: to be run on it, by default its own.
-        """
+        """Return the GPU with room for all of it, else "auto", as `load` takes it."""
         return gpu_with_room(self.bytes_on("cuda", program)) or "auto"
 
 
 def _read_report(path: Path) -> dict[str, Any] | None:
-    """A surgeon.json, checked as far as it is used; None if there is none."""
+    """Read a surgeon.json, checked as far as it is used; None if there is none."""
     if not path.exists():
         return None
     report = read_json(path)

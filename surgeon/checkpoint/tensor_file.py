@@ -1,4 +1,4 @@
-"""Tensors in safetensors files, read whole or in part when asked for: a `Store` of `surgeon.models.weights`.
+"""Tensors that are read whole or in part when asked for, those of safetensors files above all: `Store`s of such.
 
 A file begins with what it holds:
 
@@ -13,9 +13,10 @@ import json
 import math
 import stat
 import struct
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -42,23 +43,169 @@ DTYPES = {
 }
 
 
-@dataclass(frozen=True)
-class Entry:
-    """What a header says of a tensor, which lies in bytes begin..end-1 of the file."""
+# Bytes that are read or written at a time, as cp does: they stay in the processor's cache.
+BLOCK = 1 << 18
 
+
+class StoredTensor(ABC):
+    """A tensor that is read on demand.
+
+    Attributes:
+        paths: of the files that it lies in.
+    """
+
+    paths: tuple[Path, ...]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in the files."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @abstractmethod
+    def read(self) -> Tensor:
+        """Read the whole tensor."""
+
+    def part(self, dim: int, first: int, end: int) -> Tensor:
+        """Read elements first..end-1 along one dimension."""
+        return self.read().narrow(dim, first, end - first).clone()
+
+    def rows(self, count: int | None = None) -> Iterator[Tensor]:
+        """Yield all rows in order, `count` at a time, or the whole tensor."""
+        if count is None or not self.shape:
+            yield self.read()
+            return
+        end = self.shape[0]
+        for first in range(0, end, count):
+            yield self.part(0, first, min(first + count, end))
+
+    def blocks(self) -> Iterator[memoryview]:
+        """Yield its bytes, a block at a time; each is valid until the next one is asked for."""
+        yield memoryview(self.read().contiguous().view(torch.uint8).numpy().tobytes())
+
+
+@dataclass(eq=False)
+class FileTensor(StoredTensor):
+    """A tensor in bytes begin..end-1 of a safetensors file.
+
+    The file is opened anew for every reading: one that stays open keeps all that was ever read of it in memory.
+
+    Attributes:
+        name: in the file.
+    """
+
+    path: Path
+    name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     begin: int
     end: int
 
+    def __post_init__(self) -> None:
+        self.paths = (self.path,)
 
-def read_header(path: Path) -> dict[str, Entry]:
-    """The tensors of a safetensors file by name; nothing else of it is read.
+    def read(self) -> Tensor:
+        if 0 < self.num_bytes <= BLOCK:  # in less time than the header of a large file is parsed again
+            return torch.frombuffer(bytearray(b"".join(self.blocks())), dtype=self.dtype).view(self.shape)
+        with safe_open(self.path, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(self.name)
+        return tensor
 
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if it is no regular file, is truncated, or its header does not describe what it holds.
+    def part(self, dim: int, first: int, end: int) -> Tensor:
+        with safe_open(self.path, framework="pt") as file:
+            part: Tensor = file.get_slice(self.name)[(*[slice(None)] * dim, slice(first, end))]
+        return part
+
+    def blocks(self) -> Iterator[memoryview]:
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(self.begin)
+            yield from blocks_of(file, self.end - self.begin, self.path)
+
+
+class Derived(StoredTensor):
+    """A tensor computed from stored ones, in the dtype of the first."""
+
+    def __init__(
+        self, sources: list[StoredTensor], shape: tuple[int, ...], make: Callable[[list[Tensor]], Tensor]
+    ) -> None:
+        self.sources = sources
+        self.shape = shape
+        self.make = make
+        self.dtype = sources[0].dtype
+        self.paths = tuple(path for one in sources for path in one.paths)
+
+    def read(self) -> Tensor:
+        return self.make([one.read() for one in self.sources])
+
+
+class TensorFiles:
+    """Tensors by name: those of some files, or those that a subclass finds.
+
+    Attributes:
+        where: the name in error messages.
+        tensors: all of them, file by file.
     """
+
+    needed_by = "its architecture"  # what a missing tensor is missing for
+
+    def __init__(self, *paths: Path) -> None:
+        self.where = str(paths[0]) if paths else ""
+        self.tensors: dict[str, StoredTensor] = {}
+        for path in paths:
+            self._add(path)
+
+    def _add(self, path: Path, expected: Collection[str] = ()) -> None:
+        """Add one file's tensors, unexpected ones too: whatever loads the file, loads them."""
+        held = read_header(path)
+        for name in sorted(set(expected) - held.keys()):
+            raise ValueError(f"tensor {name!r} is not in {path.name}, where the index says it is")
+        for name in held:
+            if name in self.tensors:
+                raise ValueError(
+                    f"tensor {name!r} is in {self.tensors[name].paths[0].name} and in {path.name} of {self.where}; "
+                    "which of them is meant cannot be known"
+                )
+        self.tensors |= held
+
+    def copy(self) -> TensorFiles:
+        """Return the same tensors as a plain store."""
+        same = TensorFiles()
+        same.where = self.where
+        same.tensors = dict(self.tensors)
+        return same
+
+    @property
+    def paths(self) -> set[Path]:
+        """The files that hold them."""
+        return {path for one in self.tensors.values() for path in one.paths}
+
+    def names(self) -> list[str]:
+        return list(self.tensors)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        if name not in self.tensors:
+            raise ValueError(f"{self.where} has no tensor {name!r}, which {self.needed_by} asks for")
+        return self.tensors[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self[name].dtype
+
+    def tensor(self, name: str) -> Tensor:
+        return self[name].read()
+
+    def part(self, name: str, dim: int, first: int, end: int) -> Tensor:
+        return self[name].part(dim, first, end)
+
+
+def read_header(path: Path) -> dict[str, FileTensor]:
+    """Read the tensors of a safetensors file by name, but not their values."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise ValueError(f"{path} is not a regular file; weights are read from *.safetensors files only")
     try:
@@ -78,16 +225,12 @@ def read_header(path: Path) -> dict[str, Entry]:
                 f"(known: {', '.join(DTYPES)})"
             )
         begin, end = (8 + length + offset for offset in entry["data_offsets"])
-        found[name] = Entry(DTYPES[entry["dtype"]], tuple(entry["shape"]), begin, end)
+        found[name] = FileTensor(path, name, DTYPES[entry["dtype"]], tuple(entry["shape"]), begin, end)
     return found
 
 
 def parse_json(text: str) -> Any:
-    """JSON in which no object has a key twice, and nothing is nested without end.
-
-    Raises:
-        ValueError: saying what is wrong with it.
-    """
+    """Parse JSON that is not nested too deeply, refusing an object with a key twice."""
 
     def without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -102,172 +245,8 @@ def parse_json(text: str) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-# Bytes that are read or written at a time, as cp does: they stay in the processor's cache.
-BLOCK = 1 << 18
-
-
-@dataclass(frozen=True)
-class Derived:
-    """A tensor that is made of stored ones.
-
-    Attributes:
-        sources: their names, as the files have them.
-        files: where each of them lies.
-        shape: of what is made of them.
-        make: makes it.
-    """
-
-    sources: tuple[str, ...]
-    shape: tuple[int, ...]
-    make: Callable[[list[Tensor]], Tensor]
-    files: Mapping[str, Path] = field(default_factory=dict)
-
-
-class TensorFiles:
-    """Some files' tensors by name: of those that are given, or that a subclass finds.
-
-    Files are opened anew whenever something is read: one that stays open keeps all that was ever read of it in memory.
-
-    Attributes:
-        where: what error messages call it.
-        files: the file that holds each tensor, by tensor name.
-    """
-
-    needed_by = "its architecture"  # what a missing tensor is missing for
-
-    def __init__(self, *paths: Path) -> None:
-        self.where = str(paths[0]) if paths else ""
-        self.files: dict[str, Path] = {}
-        self._entries: dict[str, Entry] = {}
-        self._stored_names: dict[str, str] = {}  # what the files call those that are renamed
-        self._derived: dict[str, Derived] = {}  # those that no file has as they are
-        for path in paths:
-            self._add(path)
-
-    def _add(self, path: Path, expected: Collection[str] = ()) -> None:
-        """Take in one file's tensors, those too that nobody expects: whatever loads the file, loads them."""
-        entries = read_header(path)
-        for name in sorted(set(expected) - entries.keys()):
-            raise ValueError(f"tensor {name!r} is not in {path.name}, where the index says it is")
-        for name, entry in entries.items():
-            if name in self.files:
-                raise ValueError(
-                    f"tensor {name!r} is in {self.files[name].name} and in {path.name} of {self.where}; "
-                    "which of them is meant cannot be known"
-                )
-            self.files[name] = path
-            self._entries[name] = entry
-
-    def _keep(self, stored: Mapping[str, str]) -> None:
-        """Know only some tensors, by names of their own: what their files call each of them."""
-        self.files = {name: self.files[own] for name, own in stored.items()}
-        self._entries = {name: self._entries[own] for name, own in stored.items()}
-        self._stored_names = {name: self._stored_names.get(own, own) for name, own in stored.items()}
-
-    def _derive(self, name: str, derived: Derived) -> None:
-        """Know a tensor that is made of stored ones, which are not known by their own names any more."""
-        stored = tuple(self._stored_names.get(one, one) for one in derived.sources)
-        dtypes = [self._entries.pop(one).dtype for one in derived.sources]
-        files = dict(zip(stored, [self.files.pop(one) for one in derived.sources], strict=True))
-        size = math.prod(derived.shape) * dtypes[0].itemsize
-        self.files[name], self._entries[name] = files[stored[0]], Entry(dtypes[0], derived.shape, 0, size)
-        self._derived[name] = replace(derived, sources=stored, files=files)
-
-    def as_stored(self) -> TensorFiles:
-        """The same tensors without what a subclass makes of them."""
-        same = TensorFiles()
-        vars(same).update({name: vars(self)[name] for name in vars(same)})
-        return same
-
-    def names(self) -> list[str]:
-        """All tensor names, file by file."""
-        return list(self.files)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.files
-
-    def _entry(self, name: str) -> Entry:
-        if name not in self._entries:
-            raise ValueError(f"{self.where} has no tensor {name!r}, which {self.needed_by} asks for")
-        return self._entries[name]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, without reading it."""
-        return self._entry(name).shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor, without reading it."""
-        return self._entry(name).dtype
-
-    def num_bytes(self, name: str) -> int:
-        """How many bytes a tensor takes in its file."""
-        entry = self._entry(name)
-        return entry.end - entry.begin
-
-    def _open(self, name: str) -> Any:
-        self._entry(name)
-        return safe_open(self.files[name], framework="pt")
-
-    def tensor(self, name: str) -> Tensor:
-        """One whole tensor; what is not looked at of it is not read."""
-        if name in self._derived:
-            return self._made(name)
-        entry = self._entry(name)
-        if 0 < self.num_bytes(name) <= BLOCK:  # in less time than the header of a large file is parsed again
-            read = torch.frombuffer(bytearray(b"".join(self.blocks(name))), dtype=entry.dtype)
-            return read.view(entry.shape)
-        with self._open(name) as file:
-            tensor: Tensor = file.get_tensor(self._stored_names.get(name, name))
-        return tensor
-
-    def part(self, name: str, dim: int, first: int, end: int) -> Tensor:
-        """Elements first..end-1 along one dimension of a tensor; nothing else is read."""
-        if name in self._derived:
-            return self._made(name).narrow(dim, first, end - first).clone()
-        with self._open(name) as file:
-            view = file.get_slice(self._stored_names.get(name, name))
-            part: Tensor = view[(*[slice(None)] * dim, slice(first, end))]
-        return part
-
-    def _made(self, name: str) -> Tensor:
-        derived = self._derived[name]
-        found = []
-        for stored in derived.sources:
-            with safe_open(derived.files[stored], framework="pt") as file:
-                found.append(file.get_tensor(stored))
-        return derived.make(found)
-
-    def rows(self, name: str, count: int | None = None) -> Iterator[Tensor]:
-        """All rows of a tensor in order, so many at a time, or the whole tensor; a single number has no rows."""
-        if count is None or not self.shape(name):
-            yield self.tensor(name)
-            return
-        end = self.shape(name)[0]
-        for first in range(0, end, count):
-            yield self.part(name, 0, first, min(first + count, end))
-
-    def blocks(self, name: str) -> Iterator[memoryview]:
-        """A tensor's bytes as they are stored, a block at a time; each is valid until the next one is asked for.
-
-        Raises:
-            OSError: if the file has become shorter.
-        """
-        entry = self._entry(name)
-        path = self.files[name]
-        if name in self._derived:
-            yield memoryview(self._made(name).contiguous().view(torch.uint8).numpy().tobytes())
-            return
-        with path.open("rb", buffering=0) as file:
-            file.seek(entry.begin)
-            yield from blocks_of(file, entry.end - entry.begin, path)
-
-
 def blocks_of(file: FileIO, size: int, path: Path) -> Iterator[memoryview]:
-    """The next bytes of an unbuffered file, a block at a time, all in one buffer.
-
-    Raises:
-        OSError: if it has fewer.
-    """
+    """Yield the next bytes of an unbuffered file, a block at a time, all in one buffer."""
     buffer = memoryview(bytearray(min(size, BLOCK)))
     while size:
         count = file.readinto(buffer[: min(size, BLOCK)])

@@ -1,12 +1,17 @@
-"""From token ids to text as they come."""
+"""Tokenizers: from text to token ids and back, as they come; and the checkpoint's defaults for choosing tokens.
+
+generation_config.json applies where nobody asks for something else, as in `transformers`. Sampling is left to the
+caller: commands default to the most likely tokens, the server to a temperature of 1, as OpenAI has it.
+"""
 
 from __future__ import annotations
 
 import json
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +19,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from surgeon.checkpoint.belongings import GENERATION
-from surgeon.checkpoint.load import open_stored
+from surgeon.checkpoint.config import open_stored
 from surgeon.checkpoint.locate import locate
 from surgeon.checkpoint.read import read_json
 from surgeon.checkpoint.stored import StoredModel
@@ -25,7 +30,7 @@ CANONICAL = 4  # code points that become one at most as texts are normalised
 
 
 class Encoder:
-    """A tokenizer of `transformers` that several threads may use."""
+    """A `transformers` tokenizer that several threads may use."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -36,14 +41,14 @@ class Encoder:
         self._longest = max(map(len, tokenizer.get_vocab()), default=1)
 
     def most_characters(self, tokens: int) -> int:
-        """How long a text may be to be tokenized where so many tokens fit: all of them the longest there are."""
+        """Return the most characters that so many tokens can stand for."""
         return CANONICAL * self._longest * tokens
 
     def __call__(self, text: str, special: bool = True) -> list[int]:
-        """The token ids of a text.
+        """Tokenize a text.
 
         Args:
-            special: whether to add what the model's texts begin and end with.
+            special: whether to add the tokens that the model's texts begin and end with.
         """
         alone: AbstractContextManager[object] = self._long if len(text) > LONG_CHARACTERS else nullcontext()
         with alone:
@@ -65,15 +70,11 @@ UNFINISHED = "\ufffd"  # what a token decodes to that holds a part of a characte
 
 
 def open_tokenizer(model: str | Path | StoredModel) -> Any:
-    """The tokenizer of a model, every token of which has a row in the model's embedding.
+    """Open a model's tokenizer, every token of which has a row in the model's embedding.
 
-    An embedding of more rows is as good, and so is a tokenizer without BOS, EOS or a fast version. Special tokens that
-    have no row and that the tokenizer's class adds to what its files have are left out, so that they are text like any
-    other. Of special ids in the configuration that have no row, which say when a text ends, a warning is given.
-
-    Raises:
-        FileNotFoundError: if there is no such model, or a file of it is missing.
-        ValueError: if there is no tokenizer in it that can be read, or it gives token ids that have no row.
+    An embedding of more rows is as good, and so is a tokenizer without BOS, EOS or a fast version. Special tokens
+    without a row are left out where only the tokenizer's class adds them. Special ids in the configuration, which end a
+    text, give a warning without a row.
     """
     stored = open_stored(model)
     tokenizer = read_tokenizer(stored.folder)
@@ -106,7 +107,7 @@ def open_tokenizer(model: str | Path | StoredModel) -> Any:
 
 
 def _leave_to_files(tokenizer: Any, folder: Path, rows: int) -> None:
-    """Leave out tokens beyond an embedding's rows that a class of transformers has added and that no file names."""
+    """Drop tokens beyond an embedding's rows that a class of transformers has added and no file names."""
     if not tokenizer.is_fast:
         return
     described = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -126,17 +127,12 @@ def _leave_to_files(tokenizer: Any, folder: Path, rows: int) -> None:
 
 
 def rows_needed(tokenizer: Any) -> int:
-    """How many rows an embedding needs for all ids that a tokenizer gives."""
+    """Return the rows that an embedding needs for a tokenizer's ids."""
     return 1 + int(max(tokenizer.get_vocab().values(), default=-1))
 
 
 def read_tokenizer(path_or_name: str | Path) -> Any:
-    """The tokenizer in a folder, whatever model there is beside it, if any.
-
-    Raises:
-        FileNotFoundError: if there is no such folder.
-        ValueError: if there is no tokenizer in it that can be read.
-    """
+    """Read the tokenizer in a folder, whatever model there is beside it, if any."""
     folder = locate(path_or_name)
     try:
         # Of a checkpoint with a modeling file, transformers would read the configuration by running it.
@@ -154,15 +150,7 @@ def read_tokenizer(path_or_name: str | Path) -> Any:
 
 
 def encode(encoder: Encoder, prompt: str, most: int, special: bool = True) -> list[int]:
-    """The token ids of a prompt.
-
-    Args:
-        most: how many it may have.
-        special: as of the encoder.
-
-    Raises:
-        ValueError: if it has none, is far longer, or is not text.
-    """
+    """Tokenize a prompt."""
     if len(prompt) > (characters := encoder.most_characters(most)):
         raise ValueError(
             f"the prompt has {len(prompt)} characters; at most {characters} are read, as the model has {most} "
@@ -179,11 +167,10 @@ def encode(encoder: Encoder, prompt: str, most: int, special: bool = True) -> li
 
 
 class Continuation:
-    """Turns new tokens into text, piece by piece, whose sum is the text that follows the prompt.
+    """Turns new tokens into pieces of text, whose sum follows the prompt.
 
     Attributes:
-        begins: where in that sum the newest token begins: one of several that make a character where that begins, one
-            that is no text (an end token) where it stands.
+        begins: where in that sum the newest token's character begins; an end token's, where it stands.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
@@ -200,7 +187,7 @@ class Continuation:
         return text
 
     def add(self, token: int) -> str:
-        """The text that one more token adds; empty while a character is unfinished."""
+        """Return the text that one more token adds; empty while a character is unfinished."""
         self.tokens.append(token)
         before = self._newest
         text = self._text(self.tokens)
@@ -223,26 +210,26 @@ class Continuation:
         return piece
 
     def _rest_of(self, text: str) -> str:
-        """What of a text has not been returned."""
+        """Return the end of a text that has not been returned."""
         piece = text[self.written :]
         self.written = len(text)
         self._returned += len(piece)
         return piece
 
     def rest(self) -> str:
-        """The text not returned yet."""
+        """Return the text not returned yet."""
         return self._rest_of(self._newest)
 
 
 def _alike(first: str, second: str) -> int:
-    """With how many characters both texts begin."""
+    """Count the characters that both texts begin with."""
     if second.startswith(first):
         return len(first)
     return next((place for place, pair in enumerate(zip(first, second, strict=False)) if len({*pair}) > 1), len(second))
 
 
 class StopTexts:
-    """Finds the first of some texts in another that comes in pieces, and keeps back what may be the start of one.
+    """Finds the first of some texts in another that comes in pieces, and keeps back a possible start of one.
 
     Attributes:
         found: whether one has come.
@@ -254,7 +241,7 @@ class StopTexts:
         self._kept = ""
 
     def add(self, piece: str) -> str:
-        """What can be shown after one more piece: nothing from a stop text on, nor what may turn out to begin one."""
+        """Return the text that can be shown after one more piece: nothing from a (possible) stop text on."""
         if self.found:
             return ""
         text = self._kept + piece
@@ -268,7 +255,108 @@ class StopTexts:
         return text.removesuffix(self._kept)
 
     def rest(self) -> str:
-        """What was kept back and begins no stop text after all, because the text has ended."""
+        """Return the text kept back, at the end of all text."""
         kept = self._kept
         self._kept = ""
         return kept
+
+
+# Settings that change the text and are not applied, and the values with which they change nothing.
+_UNAPPLIED: dict[str, tuple[Any, ...]] = {
+    "bad_words_ids": ([],),
+    "constraints": ([],),
+    "diversity_penalty": (0,),
+    "dola_layers": (),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1,),
+    "exponential_decay_length_penalty": (),
+    "force_words_ids": ([],),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "guidance_scale": (1,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "no_repeat_ngram_size": (0,),
+    "num_beams": (1,),
+    "penalty_alpha": (0,),
+    "sequence_bias": ([], {}),
+    "stop_strings": ([],),
+    "token_healing": (False,),
+    "watermarking_config": (),
+}
+# The same of those that count only when tokens are drawn.
+_UNAPPLIED_DRAWING: dict[str, tuple[Any, ...]] = {
+    "do_sample": (False,),
+    "temperature": (1,),
+    "top_k": (0,),
+    "top_p": (1,),
+    "min_p": (0,),
+    "typical_p": (1,),
+    "top_h": (),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+}
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """A checkpoint's settings for choosing tokens.
+
+    Attributes:
+        repetition_penalty, suppress_tokens, begin_suppress_tokens: as `Sampling` has them.
+        unapplied: further settings that would change the text, with their values.
+        source: the name of their file.
+    """
+
+    repetition_penalty: float = 1.0
+    suppress_tokens: tuple[int, ...] = ()
+    begin_suppress_tokens: tuple[int, ...] = ()
+    unapplied: tuple[tuple[str, Any], ...] = ()
+    source: str = GENERATION
+
+    def applied(self) -> dict[str, Any]:
+        """Return them as fields of `Sampling`."""
+        names = ("repetition_penalty", "suppress_tokens", "begin_suppress_tokens")
+        return {name: getattr(self, name) for name in names}
+
+    def complaint(self, overridden: Container[str] = ()) -> str | None:
+        """Say which settings are not applied; None if there are none.
+
+        Args:
+            overridden: the names of settings that the caller sets.
+        """
+        named = [f"{name} ({json.dumps(value)})" for name, value in self.unapplied if name not in overridden]
+        if named:
+            return f"{self.source} sets {', '.join(named)}, which is not applied"
+        return None
+
+
+def read_defaults(path_or_name: str | Path) -> Defaults:
+    """Read a checkpoint folder's generation_config.json; without one, nothing is set."""
+    folder = locate(path_or_name)
+    # Checkpoints from before there was such a file have them in their configuration, where transformers looks, too.
+    file = next((folder / name for name in (GENERATION, "config.json") if (folder / name).is_file()), None)
+    if file is None:
+        return Defaults()
+    found = read_json(file)
+    penalty = found.get("repetition_penalty")
+    penalty = 1.0 if penalty is None else penalty
+    if isinstance(penalty, bool) or not isinstance(penalty, int | float) or not 0 < penalty < float("inf"):
+        raise ValueError(f"{file}: repetition_penalty must be a number above 0, not {penalty!r}; correct it there")
+    unapplied = _changing(found, _UNAPPLIED)
+    if found.get("do_sample"):
+        unapplied += _changing(found, _UNAPPLIED_DRAWING)
+    suppressed, at_first = (_tokens(file, found, name) for name in ("suppress_tokens", "begin_suppress_tokens"))
+    return Defaults(float(penalty), suppressed, at_first, unapplied, file.name)
+
+
+def _changing(found: dict[str, Any], neutral: dict[str, tuple[Any, ...]]) -> tuple[tuple[str, Any], ...]:
+    values = ((name, found.get(name)) for name in neutral)
+    return tuple((name, value) for name, value in values if value is not None and value not in neutral[name])
+
+
+def _tokens(file: Path, found: dict[str, Any], name: str) -> tuple[int, ...]:
+    tokens = found.get(name) or []
+    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+        raise ValueError(f"{file}: {name} must be a list of token ids, not {tokens!r:.60}; correct it there")
+    return tuple(tokens)

@@ -1,8 +1,8 @@
-"""What a checkpoint keeps of its training, after surgery or from scratch, and whether its program is the one trained.
+"""The record of a checkpoint's training, after surgery or from scratch, and the proof that its program was trained.
 
-Training changes every weight that it reaches, so that nothing measured of the original holds any more; a model from
-scratch never had one. What can still be proven is the program: what is stored runs what the recipe, or the
-configuration of a model from scratch, says, with the layers under other numbers.
+Training changes every weight, so that measurements of the original no longer hold; a model from scratch never had one.
+The program can still be proven: the stored one is the recipe's, or the configuration's of a model from scratch, with
+the layers under other numbers.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ STAGES = ("original", "edited", "healed", "untrained", "trained")
 
 @dataclass(frozen=True)
 class Training:
-    """What `surgeon.export` is told of a model that was trained, after its edit or from scratch.
+    """A model's training after its edit or from scratch, for `surgeon.export`.
 
     Attributes:
         recipe: the recipe's text, to be kept; None where there was none.
         recipe_program: the program over the layers of the original; of a model from scratch, over those that it was
             begun with.
-        source: of the original, as surgeon.json has it (`source_record` of surgeon.exports.report): its model,
+        source: of the original, as surgeon.json has it (`source_record` of surgeon.exports.export): its model,
             num_layers, parameters, model_hash and card. Where there was no original, `no_source`.
         training: JSON values. `method`, `data` and `data_hash` are texts, `steps` and `tokens` numbers; the STAGES
             that are there are qualities (`Quality.to_json`) on the text `held_out` (with `held_out_hash`);
-            `earlier` is such a record of the training before this one. Whatever else there is (settings, versions) is
-            kept. Of texts that are files on this machine only their names are.
+            `earlier` is such a record of the training before this one. Anything else (settings, versions) is kept. Of
+            files on this machine only the names are.
 
     Raises:
         ValueError: if an entry that cards show is missing, or is something else.
@@ -59,21 +59,17 @@ class Training:
 
 
 def no_source(num_layers: int) -> dict[str, Any]:
-    """What surgeon.json has in place of the original of a model from scratch.
-
-    Args:
-        num_layers: that the model's program counts.
-    """
+    """Return surgeon.json's entry in place of the original of a model from scratch."""
     return {"model": None, "num_layers": num_layers}
 
 
 def is_no_source(source: dict[str, Any]) -> bool:
-    """Whether it says that there was no original: the model was trained from scratch."""
+    """Tell whether it says that the model was trained from scratch."""
     return source.get("model", "") is None
 
 
 def lacking(entries: dict[str, Any], known: dict[str, type] = _ENTRIES) -> str | None:
-    """What a record lacks that cards show; None if it is whole. By default of a training's."""
+    """Say what a record lacks that cards show, by default of a training; None if it is whole."""
     for name, kind in known.items():
         if type(entries.get(name)) is not kind:
             return f"{name}, {'a text' if kind is str else 'a whole number'}, and has {shown(entries.get(name))}"
@@ -84,7 +80,7 @@ def lacking(entries: dict[str, Any], known: dict[str, type] = _ENTRIES) -> str |
 
 
 def _is_quality(value: Any) -> bool:
-    """Whether it is what `Quality.to_json` gives."""
+    """Tell whether it is a result of `Quality.to_json`."""
     if not isinstance(value, dict) or type(value.get("tokens")) is not int:
         return False
     numbers = [value.get("perplexity"), value.get("divergence")]
@@ -98,11 +94,11 @@ Whose = dict[tuple[str, int], tuple[int, ...]]  # by kind and number of a stored
 
 
 def layers_by_recipe(recipe: Program, stored: Program) -> Whose:
-    """Of which of the original's layers each stored sublayer is, if a stored program is the recipe's.
+    """Map each stored sublayer to the original's layers, if a stored program is the recipe's.
 
-    They are the same if one is the other with its layers under other numbers: the same steps and forks, of the same
-    widths, slices and ranks, and no stored sublayer for two of the recipe's. A sublayer that the recipe has twice may
-    be stored twice, as forms of whole layers do, and the order within a step does not count.
+    One has to be the other with its layers under other numbers: the same steps and forks, of the same widths, slices
+    and ranks, and no stored sublayer for two of the recipe's. A sublayer that the recipe has twice may be stored twice,
+    as forms of whole layers do, and the order within a step does not count.
 
     Args:
         recipe: over the original's layers.
@@ -128,7 +124,7 @@ def layers_by_recipe(recipe: Program, stored: Program) -> Whose:
 
 
 def _side_by_side(recipe: Sequence[Node], stored: Sequence[Node]) -> Iterator[tuple[Sublayer, Sublayer]]:
-    """The sublayers of two programs that stand in the same place."""
+    """Yield the sublayers of two programs that stand in the same place."""
     if len(recipe) != len(stored):
         raise NotProven(
             f"the model does not run the recipe's program: it has {len(stored)} steps or forks where that has "
@@ -148,7 +144,7 @@ def _side_by_side(recipe: Sequence[Node], stored: Sequence[Node]) -> Iterator[tu
 
 
 def _shape(sublayer: Sublayer) -> tuple[Any, ...]:
-    """What a sublayer is, whatever its layer."""
+    """Return a sublayer's kind and sizes, whatever its layer."""
     return sublayer.kind, sublayer.width or 0, sublayer.piece or (0, 1), sublayer.ranks
 
 

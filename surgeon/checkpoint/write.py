@@ -1,6 +1,6 @@
 """Writing safetensors files tensor by tensor: the header first, from shapes alone, then one tensor after the other.
 
-So memory holds one tensor at a time, not a file's worth, and what will be written is known before any of it is.
+Memory holds one tensor at a time, and the whole content is planned before any of it is written.
 """
 
 from __future__ import annotations
@@ -19,38 +19,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgeon.beside import Beside, Stopped
 from surgeon.checkpoint.forms import PlannedTensor
 from surgeon.checkpoint.read import INDEX_FILE, SINGLE_FILE, Checkpoint, read_json
 from surgeon.checkpoint.tensor_file import BLOCK, DTYPES
 from surgeon.errors import naming
 from surgeon.processes.files import sync, write_json
 from surgeon.progress import Advance
+from surgeon.threads import Beside, Stopped
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What identifies a file's content: its size in bytes and its SHA-256."""
+    """A file's size in bytes and SHA-256."""
 
     size: int
     sha256: str
 
     @classmethod
     def of(cls, path: Path) -> FileRecord:
-        """Read a file."""
         with path.open("rb", buffering=0) as file:
             return cls(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
 def verify(folder: Path, report: Path) -> int:
-    """Compare a checkpoint's files with the records that its report (surgeon.json) keeps of them.
+    """Compare a checkpoint's files with their records in its report (surgeon.json).
 
     Returns:
         How many files there are.
-
-    Raises:
-        FileNotFoundError: if there is no report.
-        ValueError: naming every file that differs; or if the report has no such records.
     """
     if not report.exists():
         raise FileNotFoundError(f"{folder} has no {report.name}, so it cannot be verified; surgeon export writes one")
@@ -64,14 +59,7 @@ def verify(folder: Path, report: Path) -> int:
 
 
 def change_of(folder: Path, name: str, record: Any, by_size: bool = False) -> str | None:
-    """What has become of a file since its record was written; None if it is as it was.
-
-    Args:
-        by_size: go by the size alone where the record has no SHA-256.
-
-    Raises:
-        ValueError: if the record is of no file of the folder.
-    """
+    """Say how a file differs from its record, `by_size` where that has no SHA-256; None if it does not."""
     path = folder / name
     parts = PurePosixPath(name).parts
     if "/".join(parts) != name or ".." in parts or path == folder or not isinstance(record, dict):
@@ -92,15 +80,15 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def shard_limit(source: Checkpoint) -> int | None:
-    """How large a file may become: as the source's largest shard, in bytes; None where the source is one file."""
-    files = set(source.whole.files.values())
-    if len(files) > 1:
-        return max(path.stat().st_size for path in files)
+    """Return the size of the source's largest shard in bytes; None where the source is one file."""
+    paths = source.weight_files
+    if len(paths) > 1:
+        return max(path.stat().st_size for path in paths)
     return None
 
 
 def split_into_shards(tensors: Sequence[PlannedTensor], limit: int | None) -> dict[str, list[PlannedTensor]]:
-    """The tensors of each file, by its name; a tensor larger than the limit has a file of its own.
+    """Distribute tensors among files, by name; a tensor larger than the limit has a file of its own.
 
     Args:
         limit: bytes per file, or None for one file.
@@ -119,17 +107,14 @@ def split_into_shards(tensors: Sequence[PlannedTensor], limit: int | None) -> di
 
 
 class Writing:
-    """A plan's tensors on their way into files, one after the other; each file is read back as soon as it is whole.
+    """Planned tensors on their way into files; each file is read back as soon as it is whole.
 
-    Both go on in threads of their own beside what is done in the block, and have ended when it is left. The files are
-    begun at once, so that the folder can be opened as a checkpoint; whoever reads one of them waits for it.
+    Both go on in threads beside the block, and have ended when it is left. The files are begun at once, so that the
+    folder can be opened as a checkpoint; a reader of one of them waits for it.
 
     Args:
         shards: the tensors of each file, by its name.
-        advance: told of the bytes of tensors that are written.
-
-    Raises:
-        OSError: if files may not be so long, or cannot be written.
+        advance: called with the bytes of tensors written.
     """
 
     def __init__(
@@ -174,11 +159,7 @@ class Writing:
             raise Stopped
 
     def finish(self) -> dict[str, FileRecord]:
-        """Wait for all files; says what each of them holds, by its name.
-
-        Raises:
-            OSError: if the disk fills up, or naming a file that cannot be written or does not hold what was written.
-        """
+        """Wait for all files, and return their records by name."""
         self._writing.result()
         self._reading_back.result()
         return self._records
@@ -213,7 +194,7 @@ class Writing:
 
 
 def header_of(tensors: Sequence[PlannedTensor]) -> bytes:
-    """The beginning of a safetensors file with these tensors in this order."""
+    """Return the beginning of a safetensors file with these tensors in this order."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in tensors:
@@ -230,10 +211,7 @@ def header_of(tensors: Sequence[PlannedTensor]) -> bytes:
 
 
 def content_of(planned: PlannedTensor) -> Iterator[memoryview]:
-    """A tensor's bytes as they are to be written, a block at a time, each valid until the next one is asked for.
-
-    What is copied byte for byte is never held as a whole.
-    """
+    """Yield a tensor's bytes as they are to be written, a block at a time, each valid until the next."""
     if planned.blocks is not None:
         yield from planned.blocks()
         return
@@ -249,12 +227,12 @@ def content_of(planned: PlannedTensor) -> Iterator[memoryview]:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """What a file holds of a tensor, as uint8."""
+    """View a tensor as files hold it, as uint8."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def holds(path: Path, expected: Iterable[bytes | memoryview | int], go_on: Callable[[], None] = lambda: None) -> bool:
-    """Whether a file has these bytes and no others.
+    """Tell whether a file has these bytes and no others.
 
     Args:
         expected: in order; a number stands for so many bytes that are not compared.

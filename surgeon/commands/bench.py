@@ -109,7 +109,6 @@ def bench(
     from surgeon.opened import EditedModel, Model
     from surgeon.processes.files import make_folder
     from surgeon.progress import progress
-    from surgeon.provenance import provenance
     from surgeon.quality.summary import mean_divergence
     from surgeon.runtime.kernels.used import kernels_used
     from surgeon.runtime.worker.options import RankOptions
@@ -163,5 +162,5 @@ def bench(
     )
     if output is None:
         return found
-    record = provenance(name, candidates[0].model.hash, **settings, results=bench_record(results))
-    return replace(found, record=record).save(Path(output))
+    record = candidates[0].model.provenance(**settings, results=bench_record(results))
+    return replace(found, record=record | {"model": name}).save(Path(output))

@@ -20,14 +20,13 @@ from surgeon.analysis.cells import SCANNED, select, selected_cells
 from surgeon.analysis.engine.memory import TOKENS_AT_ONCE, streaming_bytes, working_bytes
 from surgeon.analysis.engine.sharing import SharedPlan, share
 from surgeon.analysis.factors.matrices import choose_weights
-from surgeon.checkpoint.config import CONFIG, find_config
 from surgeon.checkpoint.forms import per_layer_lists
 from surgeon.checkpoint.forms.base import NOT_ON_VLLM
 from surgeon.checkpoint.forms.fused import FUSED
-from surgeon.checkpoint.locate import DEMO
+from surgeon.checkpoint.load import StreamedLayers, require_streamable
+from surgeon.checkpoint.locate import CONFIG, DEMO, find_config
 from surgeon.checkpoint.random_weights import RandomCheckpoint, RandomFactors
 from surgeon.checkpoint.read import QUANTIZATION, read_json
-from surgeon.checkpoint.streamed import StreamedLayers, require_streamable
 from surgeon.commands.on_ranks import draft_program
 from surgeon.exports.plan import check_exportable, layout_of
 from surgeon.exports.prove import original_model
@@ -328,7 +327,7 @@ class Capabilities:
         if rank is not None:  # under adapters quantised matrices stay as they are stored
             checkpoint = self.model.checkpoint
             flat = {name: one.shape for name, one in checkpoint.quantised.items() if len(one.shape) == 2}
-            size -= sum(BYTES * math.prod(shape) - checkpoint.num_bytes(name) for name, shape in flat.items())
+            size -= sum(BYTES * math.prod(shape) - checkpoint[name].num_bytes for name, shape in flat.items())
         return f"{settings.method}, activations on top", size
 
     def _racks(self, program: Program) -> str:

@@ -25,7 +25,7 @@ def card(
     its source's weights under the same program or unedited: others are refused. A README.md that surgeon did not
     write, or that was changed since, is kept unless you say --overwrite. Prints the file's name.
     """
-    from surgeon.checkpoint.inherit import CARD_FILE
+    from surgeon.checkpoint.belongings import CARD_FILE
     from surgeon.commands.opening import as_list
     from surgeon.findings.card import identity_of, open_edited, require_own_card, write_card
     from surgeon.findings.measured import read_measured

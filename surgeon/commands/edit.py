@@ -11,7 +11,7 @@ from surgeon.analysis.factors.factor_plan import plan_factors
 from surgeon.analysis.factors.recipe_factors import with_units
 from surgeon.commands.opening import as_range
 from surgeon.errors import shown
-from surgeon.exports import saving  # noqa: F401 - how edited models are saved
+from surgeon.exports import in_memory  # noqa: F401 - how edited models are saved
 from surgeon.language.operations.base import show_range
 from surgeon.language.program import Program
 from surgeon.language.recipe import DocumentReader, Recipe, read_recipe

@@ -51,7 +51,6 @@ def explore(
     from surgeon.commands.check import check
     from surgeon.commands.exploring import Exploring, rounds_for
     from surgeon.opened import open_model
-    from surgeon.provenance import provenance
     from surgeon.quality.data import DEMO
 
     if not 0 < minutes < math.inf:
@@ -68,7 +67,7 @@ def explore(
     if checked.refused is not None:
         raise ValueError(checked.refused)
     rounds = rounds_for(opened, source, separator)
-    record = provenance(opened.name, opened.hash, data=source, separator=separator, minutes=minutes)
+    record = opened.provenance(data=source, separator=separator, minutes=minutes)
     record |= {"memory": memory}
     tell = say or (lambda line: print(hanging("", line), file=sys.stderr, flush=True))
     exploring = Exploring(opened, source, checked, Path(output), rounds, record, tell, begun)

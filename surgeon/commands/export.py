@@ -50,7 +50,7 @@ class Exported:
     @classmethod
     def of(cls, folder: Path, proof: Proof) -> Exported:
         """Read what an exported checkpoint says of itself."""
-        from surgeon.checkpoint.load import open_stored
+        from surgeon.checkpoint.config import open_stored
         from surgeon.language.program import Program
 
         stored = open_stored(folder)

@@ -257,7 +257,7 @@ def choose_sampling(folder: str | Path, repetition_penalty: float | None, asked:
 
     What has no effect, and what the checkpoint asks for that is not done, is warned of.
     """
-    from surgeon.checkpoint.generation_defaults import read_defaults
+    from surgeon.checkpoint.texts import read_defaults
     from surgeon.runtime.batching.request import Sampling
 
     defaults = read_defaults(folder)

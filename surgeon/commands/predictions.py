@@ -80,7 +80,7 @@ def record_of(name: str, hardware: Hardware, cells: Sequence[SweepCell], said: d
         "hardware": hardware.name,
         "hardware_file": write_hardware(hardware),
     }
-    return provenance(name, "", **settings)
+    return provenance(name, "", **settings, **cells[0].candidate.model.gguf)
 
 
 def open_draft(model: Model, draft: str | Path | Program, layers: range | None) -> Candidate:

@@ -124,7 +124,7 @@ def serve(
         InterruptedError: at a second SIGTERM.
     """
     import surgeon.server  # noqa: F401 - first, because it says at once if a package is missing
-    from surgeon.checkpoint.generation_defaults import read_defaults
+    from surgeon.checkpoint.texts import read_defaults
     from surgeon.commands.on_ranks import draft_program, stored_model
     from surgeon.memory import parse_size
     from surgeon.opened import open_model

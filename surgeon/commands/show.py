@@ -77,8 +77,8 @@ def show(
 
 def facts(found: Surgery) -> Iterator[tuple[str, str]]:
     """Facts of a model or checkpoint, by label."""
-    from surgeon.checkpoint.companions import left_behind, left_by
-    from surgeon.checkpoint.sizes import size_lines
+    from surgeon.checkpoint.belongings import left_behind, left_by
+    from surgeon.checkpoint.describe import size_lines
     from surgeon.findings.program import outline_text
 
     program = found.program
@@ -115,7 +115,7 @@ def facts(found: Surgery) -> Iterator[tuple[str, str]]:
 
 def differences(a: Surgery, b: Surgery) -> Iterator[tuple[str, str]]:
     """Pairs of a label and what differs between two checkpoints or recipes; recipes have no tensors to compare."""
-    from surgeon.checkpoint.compare import compare
+    from surgeon.checkpoint.describe import compare
     from surgeon.progress import progress
 
     ours = _joined(facts(a))

@@ -1,7 +1,7 @@
 """An adapter beside the edited model that it was trained on, each in a folder of its own.
 
 The adapter's names are those of the modules in the written model, whose layers may have other numbers than in memory,
-so that peft puts it onto what `transformers` loads.
+so that peft puts it onto the model that `transformers` loads.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from surgeon.checkpoint.config import open_stored
 from surgeon.checkpoint.forms import Layout, form_of, lay_out
-from surgeon.checkpoint.load import from_files, open_stored
+from surgeon.checkpoint.load import from_files
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.errors import NotProven
 from surgeon.exports.export import plan_export, write_export
 from surgeon.exports.in_memory import export, logits_of
 from surgeon.exports.prove import EXACT_TOLERANCE, WRITTEN_TOLERANCE, Proof, Reference, random_tokens
 from surgeon.exports.staging import staged
-from surgeon.exports.stock import stock_layers_of, stock_model
+from surgeon.exports.stock import stock_model
 from surgeon.language.sublayer import KINDS
 from surgeon.models.families import Family, family_of
 from surgeon.models.lora import LoraConfig, LoraLayer, PeftModel, get_peft_model_state_dict
@@ -53,18 +54,18 @@ def export_with_adapter(
         model: with one LoRA adapter, not merged; left as it is.
         folder: the target, which must not be there yet.
         tokenizer: as in `surgeon.export`.
-        base_of: what the model without its adapter was loaded as, and still is: the base is written of its files then,
-            so that quantised weights stay as they are stored (QLoRA, Dettmers et al. 2023, arXiv 2305.14314).
+        base_of: the model that it was loaded as without its adapter, and still is: the base is written of its files, so
+            that quantised weights stay as they are stored (QLoRA, Dettmers et al. 2023, arXiv 2305.14314).
 
     Returns:
         The proof of the base.
 
     Raises:
-        NotProven: if what was written does not compute what the model does.
+        NotProven: if the files do not compute what the model does.
         ValueError: if the adapter is of another kind, or lies on averages, slices or factors, which are stored as
             something else.
         FileExistsError: if the target is in the way.
-        OSError: if the disk is full or cannot be written; whatever is raised, the target is as it was.
+        OSError: if the disk is full or cannot be written; on any error, the target is as it was.
     """
     target = Path(folder)
     name, config = _only_adapter(model)
@@ -107,7 +108,7 @@ def export_with_adapter(
 
 
 def _only_adapter(model: PeftModel) -> tuple[str, LoraConfig]:
-    """The adapter's name and configuration."""
+    """Return the adapter's name and configuration."""
     if not hasattr(model, "peft_config"):
         raise ValueError("the model has no adapter of peft; leave adapter out")
     if len(model.peft_config) != 1:
@@ -121,7 +122,7 @@ def _only_adapter(model: PeftModel) -> tuple[str, LoraConfig]:
 
 @contextmanager
 def _without_adapter(base: nn.Module, lora: dict[str, Any]) -> Iterator[None]:
-    """While inside, the modules that carry the adapter are the ones they were before it."""
+    """Put the modules that carry the adapter back to those before it, while inside."""
     for path, module in lora.items():
         if module.merged:
             raise ValueError(f"the adapter is merged into {path} already; unmerge it, or export the model as it is")
@@ -135,9 +136,8 @@ def _without_adapter(base: nn.Module, lora: dict[str, Any]) -> Iterator[None]:
 
 
 def _layout_of(base: PreTrainedModel) -> Layout:
-    """How the model is stored with its modules as they are, in a form that keeps them."""
-    stock = stock_layers_of(base)
-    with stock_model(base, stock):
+    """Lay out the model in a form that keeps its modules."""
+    with stock_model(base) as stock:
         try:
             return lay_out(stock.program, family_of(base.config), base.config, among=("plain", "program"))
         except ValueError as refusal:
@@ -146,7 +146,7 @@ def _layout_of(base: PreTrainedModel) -> Layout:
 
 
 def _written_names(path: str, layout: Layout, family: Family) -> list[str]:
-    """What a module of the model in memory is called where it is written, once for each layer that has it."""
+    """Return a module's names in the written model, one for each layer that has it."""
     inside = path.removeprefix(f"{family.layers}.")
     if inside == path:
         return [path]
@@ -162,7 +162,7 @@ def _written_names(path: str, layout: Layout, family: Family) -> list[str]:
 
 
 def _renamed(state: dict[str, Tensor], names: Names) -> dict[str, Tensor]:
-    """The adapter's tensors by their names over the written model's modules."""
+    """Name the adapter's tensors by the written model's modules."""
     found = {}
     for name, tensor in state.items():
         own = name.removeprefix(WRAPPED)
@@ -179,11 +179,7 @@ def _renamed(state: dict[str, Tensor], names: Names) -> dict[str, Tensor]:
 
 
 def _prove(model: PeftModel, folder: Path) -> None:
-    """Put together what was written, and compare.
-
-    Raises:
-        NotProven: if its logits are others than the model's.
-    """
+    """Load the written base and adapter, and compare logits."""
     written = open_stored(folder / BASE)
     model_class, config = form_of(written.checkpoint).written_class(written)
     kept = next(model.parameters()).dtype

@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedConfig
 
-from surgeon.beside import Background, one_at_a_time, torch_threads
-from surgeon.checkpoint.belongings import REPORT_FILE
-from surgeon.checkpoint.inherit import inherit
+from surgeon.checkpoint.belongings import REPORT_FILE, inherit
 from surgeon.checkpoint.read import read_json
 from surgeon.checkpoint.training import Training, layers_by_recipe
 from surgeon.checkpoint.write import FileRecord, Writing, shard_limit, split_into_shards
@@ -27,10 +25,10 @@ from surgeon.exports.staging import check_target, staged
 from surgeon.findings.card import write_card
 from surgeon.findings.measured import CardScore
 from surgeon.opened import Model
-from surgeon.processes.files import check_space, show_bytes, write_json
-from surgeon.processes.folders import scratch
+from surgeon.processes.files import check_space, scratch, show_bytes, write_json
 from surgeon.progress import Advance, stretch
 from surgeon.provenance import versions
+from surgeon.threads import Background, one_at_a_time, torch_threads
 from surgeon.version import __version__
 
 __all__ = ["DTYPES", "ExportPlan", "plan_export", "write_export"]
@@ -53,18 +51,17 @@ def write_export(
     Args:
         overwrite: replace an existing checkpoint under the target's name.
         recipe: the recipe's text, to be kept in surgeon.json.
-        advance: told of every amount of bytes gone through, in all `plan.passes` times `plan.weight_bytes`.
+        advance: called with bytes gone through, in all `plan.passes` times `plan.weight_bytes`.
         measured: for the model card.
-        alive: logits (batch, tokens, vocabulary) of a model in memory that the original was written from, on tokens.
+        alive: logits (batch, tokens, vocabulary) on tokens of a model in memory that the original was written from.
         training: of that model, whose original is another one then; its recipe counts.
-        complete: adds what belongs to the checkpoint to its folder, before that gets its name.
+        complete: adds files that belong to the checkpoint to its folder, before that gets its name.
 
     Raises:
-        NotProven: if what was written does not compute what the program does, or it is not that of the recipe that
-            the model was trained with.
+        NotProven: if the written checkpoint does not compute the program, or that is not of the recipe that the model
+            was trained with.
         FileExistsError: if the target is in the way.
-        OSError: if the disk is full or cannot be written. Whatever is raised, what was under the target's name before
-            is there as it was, and nothing else.
+        OSError: if the disk is full or cannot be written. On any error, the target is as it was before.
     """
     original = plan.original
     size = plan.weight_bytes
@@ -127,11 +124,7 @@ def write_export(
 
 
 def check_apart(source: Path, target: Path) -> None:
-    """Refuse a target that is the original's folder, or lies around or inside it.
-
-    Raises:
-        ValueError: naming both.
-    """
+    """Refuse a target that is the original's folder, or lies around or inside it."""
     first = source.resolve()
     second = target.resolve()
     if first == second or first in second.parents or second in first.parents:
@@ -139,15 +132,10 @@ def check_apart(source: Path, target: Path) -> None:
 
 
 def keep_tokenizer_class(folder: Path, config: Any) -> None:
-    """Make `AutoTokenizer` open a written checkpoint's tokenizer in the class that it takes for the original.
+    """Have `AutoTokenizer` open a written checkpoint's tokenizer in the original's class, if any.
 
-    It goes by the model type where the tokenizer's files name no class (GPT-2's own do not), or one that is known to
-    be wrong for that type (Phi3's); a type of the checkpoint's own would get another class, and so other tokens.
-    Where there is no tokenizer that can be read, nothing is changed.
-
-    Args:
-        folder: with config.json and the copied tokenizer files; tokenizer_config.json is rewritten if need be.
-        config: the original's, as `transformers` reads it.
+    It goes by the model type where the tokenizer's files name no class (GPT-2's own do not), or one known to be wrong
+    for that type (Phi3's); a type of the checkpoint's own would get another class, and so other tokens.
     """
     try:
         wanted = type(AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False))
@@ -162,14 +150,7 @@ def keep_tokenizer_class(folder: Path, config: Any) -> None:
 
 
 def edit_record(plan: ExportPlan, recipe: str | None, training: Training | None) -> dict[str, Any]:
-    """What surgeon.json says of what was done to the model.
-
-    Args:
-        training: of a trained model, whose recipe and program, over the layers of the original that it once was, count.
-
-    Raises:
-        NotProven: if that model runs another program.
-    """
+    """Return surgeon.json's record of the edit."""
     program = plan.program if training is None else training.recipe_program
     record = {
         "form": plan.layout.form.name,
@@ -199,11 +180,7 @@ def edit_record(plan: ExportPlan, recipe: str | None, training: Training | None)
 
 
 def source_record(original: Model, home: Path | None = None) -> dict[str, Any]:
-    """What surgeon.json says of the original; its files are read for their hash, once.
-
-    Args:
-        home: the folder that has its card, if it is another than that of its weights.
-    """
+    """Return surgeon.json's record of the original; its files are read for their hash, once."""
     return {
         "model": original.public_name,
         "num_layers": original.num_layers,
@@ -218,12 +195,7 @@ def source_record(original: Model, home: Path | None = None) -> dict[str, Any]:
 def write_report(
     folder: Path, plan: ExportPlan, edits: dict[str, Any], proof: Proof, records: dict[str, FileRecord]
 ) -> None:
-    """Write surgeon.json.
-
-    Args:
-        edits: an `edit_record`.
-        records: of files that need not be read again.
-    """
+    """Write surgeon.json."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     files = {name: records[name] if name in records else FileRecord.of(folder / name) for name in names}
     report = {"surgeon": __version__, "source": source_record(plan.original, plan.companions.folder)} | edits

@@ -1,12 +1,10 @@
 """Running a model whose weights stay in their files: each is read when an operation needs it, and dropped after it.
 
-The model is built without numbers (on PyTorch's meta device), by the very class that is to be run. While it runs,
-every operation that is given one of its parameters gets the stored tensor instead, in float32: a linear map a block of
-rows at a time (blocks side by side where torch leaves cores idle), an embedding only the rows of its tokens. So memory
-holds a few blocks, whatever the model's size.
+The model is built on PyTorch's meta device, by the very class that is to be run. Every operation on a parameter gets
+the stored tensor instead, in float32: a linear map a block of rows at a time (blocks side by side where torch leaves
+cores idle), an embedding the rows of its tokens. Memory holds a few blocks, whatever the model's size.
 
-Linear maps may have two versions of their weights, of which each half of a batch gets one: what both have in common is
-then read and made float32 once.
+Linear maps may have two versions of their weights, one for each half of a batch, whose common part is read once.
 """
 
 from __future__ import annotations
@@ -27,11 +25,10 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from surgeon.beside import in_order
 from surgeon.checkpoint.forms.planning import joined
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.models.weights import take_experts_apart
-from surgeon.threads import usable_cores
+from surgeon.threads import in_order, usable_cores
 
 BLOCK = 1 << 20  # elements of a weight that are held in float32 at a time: they stay in the processor's cache
 READ_AT_ONCE = 8  # blocks
@@ -46,8 +43,8 @@ class WeightsOnDemand(TorchFunctionMode):
     """While it is active, operations on a model's parameters are done on stored tensors.
 
     Args:
-        rows: for each parameter, those of the stored tensor that it stands for. Two versions are for linear maps, and
-            differ for the two halves of a batch; elsewhere the first one counts.
+        rows: for each parameter, those of its stored tensor. Two versions are for linear maps, and differ for the two
+            halves of a batch; elsewhere the first one counts.
     """
 
     def __init__(self, model: nn.Module, rows: Mapping[str, Rows]) -> None:
@@ -87,13 +84,13 @@ class WeightsOnDemand(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def whole(self, value: Any) -> Any:
-        """The stored tensor, in float32, where the value is a parameter; else the value itself."""
+        """Return the stored tensor of a parameter, in float32; any other value as it is."""
         if id(value) not in self.rows:
             return value
         return joined([versions[0] for versions in self.rows[id(value)](None)]).float().view(value.shape)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`functional.linear`, a block of output features at a time, several blocks in threads side by side."""
+        """`functional.linear`, a block of output features at a time, several blocks side by side."""
         assert self.pool is not None
         step = max(1, BLOCK // max(1, weight.shape[1]))
         rows = self.rows[id(weight)](READ_AT_ONCE * step)
@@ -108,7 +105,7 @@ class WeightsOnDemand(TorchFunctionMode):
         return _by_parts(output, lambda part, own: part + own.float(), parts)
 
     def embedding(self, ids: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
-        """`functional.embedding`, of which only the rows looked up are read."""
+        """`functional.embedding`, reading the rows looked up only."""
         rows, place = ids.unique(return_inverse=True)
         whole = joined([versions[0] for versions in self.rows[id(weight)](None)])
         return whole[rows].float()[place]
@@ -120,7 +117,7 @@ def _product(x: Tensor, inference: bool, versions: Sequence[Tensor]) -> Tensor:
 
 
 def _by_parts(x: Tensor, compute: Callable[[Tensor, Tensor], Tensor], versions: Sequence[Tensor]) -> Tensor:
-    """What is computed of equal parts of a batch, each with its own version of something."""
+    """Compute on equal parts of a batch, each with its own version of something."""
     found = [compute(part, own) for part, own in zip(x.chunk(len(versions)), versions, strict=True)]
     if len(found) == 1:
         return found[0]
@@ -139,7 +136,7 @@ def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def build_empty(model_class: Any, config: Any, buffers: bool = True) -> PreTrainedModel:
-    """A model without numbers in its parameters (and, unless wanted, in its buffers), in evaluation mode.
+    """Build a model without numbers in its parameters (and, unless wanted, buffers), in evaluation mode.
 
     Raises:
         ValueError: if the configuration describes no model that can be built.
@@ -217,7 +214,7 @@ def match_names(model: PreTrainedModel, stored: StoredModel) -> Match:
 
 
 def shape_of(names: tuple[str, ...], stored: StoredModel, like: Tensor) -> tuple[int, ...]:
-    """The shape of a parameter that is stored so: that of one tensor, or of experts' matrices stacked as in it."""
+    """Return the stored shape of a parameter: of one tensor, or of experts' matrices stacked as in it."""
     first = stored.checkpoint.shape(names[0])
     store = stored.checkpoint
     if len(first) == like.dim():

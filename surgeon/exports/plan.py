@@ -1,20 +1,22 @@
-"""What an export will write: the model, the form, and every tensor with its sources; nothing has been written yet."""
+"""The plan of an export: the model, the form, and every tensor with its sources; nothing has been written yet."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from surgeon.checkpoint.companions import Companions, companions_of, left_behind
+from surgeon.checkpoint.belongings import Companions, companions_of, left_behind
 from surgeon.checkpoint.factor_cache import FactorCache
 from surgeon.checkpoint.forms import FORMS, PROGRAM, Layout, PlannedTensor, lay_out
 from surgeon.checkpoint.forms.planning import carried
-from surgeon.checkpoint.forms.quantisation import quantisation
 from surgeon.checkpoint.read import QUANTIZATION, Wrapped
+from surgeon.checkpoint.stored import StoredModel
 from surgeon.errors import did_you_mean
 from surgeon.exports.prove import original_model
 from surgeon.findings.measured import Identity
@@ -29,15 +31,7 @@ JSON_ALLOWANCE = 1 << 18  # room for the small files that are written beside the
 
 
 def check_exportable(model: Model, program: Program | None = None) -> None:
-    """Refuse what no export can be made of.
-
-    Args:
-        program: that is to be exported, by default its own.
-
-    Raises:
-        ValueError: if the model is an edited one, which does not run each of its layers whole and once, a
-            tensor is missing or does not fit config.json, or there is one that surgeon does not know.
-    """
+    """Refuse models that cannot be exported."""
     folder = model.folder
     is_edited = model.form.shipped is not None and not model.checkpoint.imported
     if is_edited and (model.own is None or not runs_whole_layers(model.own, model.num_layers)):
@@ -54,15 +48,14 @@ def check_exportable(model: Model, program: Program | None = None) -> None:
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """What an export will write; nothing has been written yet, and no weights read.
+    """Everything that an export will write; no weights have been read.
 
     Attributes:
         layout: the form, the reason for it, and the layers.
-        tensors: all of the checkpoint's, but for what is around a text decoder.
-        companions: files to be copied, and what is left behind.
+        tensors: all of the checkpoint's, but for those around a text decoder.
+        companions: files to be copied, and those left behind.
         dtype: the dtype asked for, a key of DTYPES, or None to keep each tensor's own.
         factors: of matrices that the program has a rank for.
-        wrapped: what the layers stand in, if they are a text decoder's.
     """
 
     original: Model
@@ -72,15 +65,15 @@ class ExportPlan:
     companions: Companions
     dtype: str | None
     factors: FactorCache
-    wrapped: Wrapped | None = None
 
     @cached_property
     def stored(self) -> list[PlannedTensor]:
-        """What files hold: the tensors, and around a text decoder everything else, as it is."""
-        if self.wrapped is None:
+        """The tensors, and around a text decoder everything else, as it is."""
+        wrapped = self.layout.wrapped
+        if wrapped is None:
             return self.tensors
-        of_text, of_others = self.layout.form.names_inside(self.wrapped)
-        carried_on = [carried(self.wrapped.files, name) for name in self.wrapped.around]
+        of_text, of_others = self.layout.form.names_inside(wrapped)
+        carried_on = [carried(wrapped.files, name) for name in wrapped.around]
         renamed = [replace(tensor, name=of_text(tensor.name)) for tensor in self.tensors]
         return renamed + [replace(tensor, name=of_others(tensor.name)) for tensor in carried_on]
 
@@ -89,19 +82,19 @@ class ExportPlan:
         return sum(tensor.num_bytes for tensor in self.stored)
 
     def identity(self, name: str) -> Identity:
-        """What measurements must be of, for the card of a checkpoint that is not written yet; weights are read."""
+        """Identify the checkpoint for its card before it is written; weights are read."""
         return Identity(name, None, self.program, self.original.hash, self.program, self.original.program)
 
     @property
     def passes(self) -> int:
-        """How often the weights are gone through: the original's run, writing, and one or two runs to prove it."""
+        """Readings of the weights: the original's run, writing, and one or two runs to prove it."""
         if any(tensor.rounded for tensor in self.tensors):
             return 4
         return 3
 
     @property
     def needed_bytes(self) -> int:
-        """Room that the checkpoint takes on the disk, and the factors that are made for it, in float32 at least."""
+        """Bytes on the disk: of the checkpoint, and of factors made for it, in float32 at least."""
         made = [tensor for tensor in self.tensors if self.makes_factors and tensor.name.endswith(FACTOR_ENDINGS)]
         factors = sum(torch.Size(tensor.shape).numel() * max(4, tensor.dtype.itemsize) for tensor in made)
         beside = sum(path.stat().st_size for path in self.companions.files.values())
@@ -109,20 +102,20 @@ class ExportPlan:
 
     @property
     def has_factors(self) -> bool:
-        """Whether the program has ranks."""
+        """True if the program has ranks."""
         return any(sublayer.ranks for sublayer in self.program.sublayers())
 
     @property
     def makes_factors(self) -> bool:
-        """Whether there are no factors yet, so that they are made once, for both runs and for writing."""
+        """True if factors are still to be made, once for both runs and for writing."""
         return self.has_factors and self.factors.folder is None
 
     def config(self) -> dict[str, Any]:
-        """config.json of the new checkpoint."""
+        """Return config.json of the new checkpoint."""
         form = self.layout.form
         config = form.config(self.original, self.layout, self.tensors)
-        if self.wrapped is not None:
-            config = self.wrapped.around_text(config)
+        if self.layout.wrapped is not None:
+            config = self.layout.wrapped.around_text(config)
         if self.dtype is not None:
             config.pop("torch_dtype", None)
             config["dtype"] = self.dtype
@@ -133,7 +126,7 @@ class ExportPlan:
 
     @property
     def notes(self) -> Iterator[str]:
-        """What there is to know of it before it is written, a line each."""
+        """Notes for the user before it is written, a line each."""
         if left := left_behind(self.companions.left):
             yield f"left behind in {self.companions.folder}: {left}"
         if self.original.checkpoint.quantised:
@@ -141,7 +134,7 @@ class ExportPlan:
 
     @property
     def _of_quantised(self) -> str:
-        """What becomes of quantised matrices."""
+        """Say how quantised matrices are stored."""
         schemes = ", ".join(self.original.schemes)
         kept = {tensor.part_of for tensor in self.tensors} - {None}
         computed = [tensor for tensor in self.tensors if tensor.dequantised]
@@ -162,39 +155,30 @@ def plan_export(
     companions: Companions | None = None,
     wrapped: Wrapped | None = None,
 ) -> ExportPlan:
-    """Decide what to write.
+    """Choose a form and plan its tensors.
 
     Args:
         form: "plain", "fused", "program", or "auto" for the most portable one that is exact.
         dtype: of the written weights, a key of DTYPES; by default each tensor keeps its own.
         factors: of matrices that the program has a rank for; by default their truncated singular values.
-        companions: what goes along; by default what lies beside the model's weights.
-        wrapped: what a text decoder is to stand in; by default what it stands in already.
-
-    Raises:
-        ValueError: if the program does not fit the model or the form, or as `check_exportable`.
-        FileNotFoundError: as `companions_of`.
+        companions: files that go along; by default those beside the model's weights.
+        wrapped: a wrapper for the text decoder; by default its own.
     """
     check_exportable(original, program)
     check_storage(form, dtype)
     original.check(program)
-    wrapped = wrapped or original.wrapped
     layout = layout_of(original, program, form, wrapped)
     if isinstance(factors, FactorCache):
         kept = factors
     else:
         kept = FactorCache(factors or TruncatedSVD())
-    tensors = layout.form.tensors(original, layout, None if dtype is None else DTYPES[dtype], kept)
+    tensors = layout.form.tensors(original, layout, DTYPES.get(dtype or ""), kept)
     companions = companions or companions_of(original.folder, original.checkpoint.file_names)
-    return ExportPlan(original, program, layout, tensors, companions, dtype, kept, wrapped)
+    return ExportPlan(original, program, layout, tensors, companions, dtype, kept)
 
 
 def layout_of(original: Model, program: Program, form: str = "auto", wrapped: Wrapped | None = None) -> Layout:
-    """The layers that a program of a model is stored as; `wrapped` as `plan_export` takes it.
-
-    Raises:
-        ValueError: as `Model.check`; or if the program does not fit the form.
-    """
+    """Lay out a program of a model; `wrapped` as `plan_export` takes it."""
     original.check(program)
     # What else the config.json of its own program form says is of its own program.
     is_of_its_own = original.own is not None and original.form is PROGRAM and not original.checkpoint.imported
@@ -206,11 +190,75 @@ def layout_of(original: Model, program: Program, form: str = "auto", wrapped: Wr
 
 
 def check_storage(form: str, dtype: str | None) -> None:
-    """Refuse a form or a dtype that nothing is stored in, before any work.
-
-    Raises:
-        ValueError: naming it.
-    """
+    """Refuse an unknown form or dtype before any work."""
     for what, given, known in (("form", form, ("auto", *FORMS)), ("dtype", dtype, tuple(DTYPES))):
         if given is not None and given not in known:
             raise ValueError(f"unknown {what} {given!r}; {did_you_mean(given, known)}")
+
+
+# Where each method lists the modules that it leaves alone, by name: the first of these that is there is read.
+_LEFT_ALONE = {
+    "fp8": ("modules_to_not_convert", "ignored_layers"),
+    "awq": ("modules_to_not_convert",),
+    "mxfp4": ("modules_to_not_convert",),
+    "compressed-tensors": ("ignore",),
+    "bitsandbytes": ("llm_int8_skip_modules",),
+}
+_BY_PATTERN = "dynamic"  # of GPTQ: patterns of modules, of which "-:" leaves those that match alone
+
+
+def quantisation(original: StoredModel, layout: Layout, tensors: Sequence[PlannedTensor]) -> dict[str, Any] | None:
+    """Return the quantization_config of a checkpoint; None where nothing in it is quantised any more.
+
+    Entries that name layers of the text decoder follow them to their new numbers; dequantised modules are named among
+    those left alone.
+    """
+    checkpoint = original.checkpoint
+    if not any(tensor.part_of is not None for tensor in tensors):
+        return None
+    wrapped = original.wrapped
+    layers = original.family.layers
+    stored = str if wrapped is None else wrapped.stored_name
+    if wrapped is None:
+        before = ""
+    else:
+        before = re.escape(stored(f"{layers}.").removesuffix(f"{layers.rpartition('.')[2]}."))
+    followed: dict[str, Any] = _following(
+        copy.deepcopy(checkpoint.entries.get(QUANTIZATION) or checkpoint.config[QUANTIZATION]),
+        re.compile(rf"{before}(?<![^.\\^*(:]){layers.rpartition('.')[2]}(\\?\.)(\d+)(?!\d)"),
+        [layer.sources for layer in layout.layers],
+    )
+    dense = list(dict.fromkeys(stored(one.name).rpartition(".")[0] for one in tensors if one.dequantised))
+    method = followed["quant_method"]
+    head = stored(f"{original.family.head}.weight").removesuffix(".weight")
+    if method == "gptq":
+        patterns: dict[str, Any] = {rf"-:^{re.escape(module)}$": {} for module in dense}
+        return followed | ({_BY_PATTERN: (followed.get(_BY_PATTERN) or {}) | patterns} if dense else {})
+    keys = _LEFT_ALONE[method]
+    key = next((one for one in keys if followed.get(one) is not None), keys[0])
+    if dense:  # a list that is not there stands for the head alone
+        followed[key] = [*(followed.get(key) or [head]), *dense]
+    return followed
+
+
+def _following(said: Any, layer: re.Pattern[str], sources: Sequence[Sequence[int]]) -> Any:
+    """Rename modules, in lists or as keys, once for each layer that holds them."""
+    if isinstance(said, dict):
+        return {
+            new: _following(value, layer, sources) for key, value in said.items() for new in _new(key, layer, sources)
+        }
+    if isinstance(said, list):
+        names = (
+            _new(one, layer, sources) if isinstance(one, str) else [_following(one, layer, sources)] for one in said
+        )
+        return [new for one in names for new in one]
+    return said
+
+
+def _new(name: str, layer: re.Pattern[str], sources: Sequence[Sequence[int]]) -> list[str]:
+    """List the new names of a module, whose layer may lie in several, or in none."""
+    match = layer.search(name)
+    if match is None:
+        return [name]
+    number = int(match[2])
+    return [f"{name[: match.start(2)]}{new}{name[match.end(2) :]}" for new, old in enumerate(sources) if number in old]

@@ -3,12 +3,12 @@
 Two differences are measured, each the largest one between two logits, relative to the largest logit:
 
     exact    between the edited original and the written form with its weights before they are rounded to 16 bits;
-             nothing but float32's own rounding is left, so it must stay below 1e-4
+             only float32's own rounding is left, so it must stay below 1e-4
     written  between the edited original and the files as they were written; where weights had to be computed (folded,
              averaged) and are stored in 16 bits, their rounding shows here, and the bound is wider. Those files are
              also compared bit for bit with the weights of the first difference, rounded
 
-Weights are read from their files when they are needed, so that a model of any size is proven in little memory.
+Weights are read from their files on demand, so that a model of any size is proven in little memory.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
-from surgeon.beside import Stopped
+from surgeon.checkpoint.config import open_stored
 from surgeon.checkpoint.forms import Form, PlannedTensor
-from surgeon.checkpoint.load import check_complete, open_stored, quiet
+from surgeon.checkpoint.load import check_complete, quiet
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.errors import NotProven
@@ -40,6 +40,7 @@ from surgeon.models.edited_layers import EditedLayers
 from surgeon.models.weights import FactorSource, leave_out, make_room
 from surgeon.opened import Model
 from surgeon.progress import Advance
+from surgeon.threads import Stopped
 
 EXACT_TOLERANCE = 1e-4
 # Rounding changes each computed weight by up to 2^-9 (bfloat16) or 2^-12 (float16) of itself.
@@ -53,10 +54,10 @@ LARGE, LARGE_LENGTH = 1 << 30, 8  # parameters, tokens
 
 @dataclass(frozen=True)
 class Proof:
-    """What was measured.
+    """Measured differences.
 
     Attributes:
-        tokens: how many random tokens both were run on.
+        tokens: random tokens that both were run on.
         logit_scale: the largest logit of the edited original.
         exact, written: largest logit difference, relative to the scale; before rounding, and as written.
         tolerance: the bound on `written`.
@@ -72,7 +73,7 @@ class Proof:
 
     @property
     def differ(self) -> str:
-        """By how much the logits differ, for people."""
+        """The differences in words."""
         exact = f"by {self.exact:.1g} of their scale in float32"
         if self.dtype == "float32":
             return exact
@@ -87,7 +88,7 @@ class Reference:
     logits: Tensor
 
     def difference(self, logits: Tensor) -> float:
-        """The largest difference from these logits, relative to their scale."""
+        """Return the largest difference from these logits, relative to their scale."""
         if logits.shape != self.logits.shape:
             raise NotProven(f"logits have the shape {tuple(logits.shape)}, not {tuple(self.logits.shape)}")
         return ((logits - self.logits).abs().max() / self.scale).item()
@@ -103,23 +104,14 @@ def reference_of(
     advance: Advance = lambda _: None,
     factors: FactorSource | None = None,
 ) -> Reference:
-    """Run the original with the program, in float32.
-
-    Args:
-        factors: of matrices that the program has a rank for.
-        advance: told of the bytes of every stored tensor when it is first read.
-
-    Raises:
-        ValueError: if a tensor is missing or has another shape than the configuration asks for, or logits are not
-            finite.
-    """
+    """Run the original with the program, in float32."""
     model, match = original_model(original, program)
     size = sum(parameter.numel() for parameter in model.parameters())
     tokens = random_tokens(model.config, LENGTH if size < LARGE else LARGE_LENGTH)
     edit(model, program, _DerivedWhenRun, factors)
     # What is stored is the only version of a tensor, and `zip` makes tuples of one.
-    rows = original.checkpoint.rows
-    logits = _logits(model, tokens, match, original.checkpoint, lambda name, count: zip(rows(name, count)), advance)
+    stored = original.checkpoint
+    logits = _logits(model, tokens, match, stored, lambda name, count: zip(stored[name].rows(count)), advance)
     reference = Reference(tokens, logits)
     if not reference.logits.isfinite().all():
         raise ValueError(
@@ -130,14 +122,11 @@ def reference_of(
 
 
 def require_alike(reference: Reference, alive: Callable[[Tensor], Tensor], dtypes: set[torch.dtype]) -> None:
-    """Refuse to export what a model in memory does not compute.
+    """Refuse to export a model in memory that does not compute its own weights and program.
 
     Args:
         alive: its logits on tokens, in its own dtypes.
         dtypes: of its weights: 16-bit ones are computed in float32 here, and not there.
-
-    Raises:
-        NotProven: if its logits differ from the reference by more than rounding can explain.
     """
     tolerance = max(WRITTEN_TOLERANCE.get(dtype, EXACT_TOLERANCE) for dtype in dtypes)
     found = reference.difference(alive(reference.tokens))
@@ -151,13 +140,10 @@ def require_alike(reference: Reference, alive: Callable[[Tensor], Tensor], dtype
 def original_model(
     original: Model, program: Program | None = None, buffers: bool = True
 ) -> tuple[PreTrainedModel, Match]:
-    """A model without its weights, and where those are.
+    """Build a model without its weights, and find those.
 
     Args:
-        program: that it is to run, by default its own: layers that are stored as narrow as this says are right.
-
-    Raises:
-        ValueError: if a tensor is missing or has another shape than the configuration asks for.
+        program: that it is to run, by default its own, which says how narrow stored layers may be.
     """
     kind = type(original.config)
     known = kind in MODEL_FOR_CAUSAL_LM_MAPPING  # or a form's own, of layers as wide as several
@@ -186,7 +172,7 @@ class _DerivedWhenRun(EditedLayers):
 
 
 def random_tokens(config: Any, length: int = LENGTH) -> Tensor:
-    """Tokens to prove something on, (batch, tokens), always the same of a vocabulary."""
+    """Return tokens for a proof, (batch, tokens), always the same of a vocabulary."""
     tokens = torch.randint(config.vocab_size, (BATCH, length), generator=torch.Generator().manual_seed(0))
     return tokens[:, : getattr(config, "max_position_embeddings", length)]
 
@@ -199,22 +185,17 @@ def prove(
     wait: Callable[[str], None],
     advance: Advance = lambda _: None,
 ) -> Proof:
-    """Compare what is written in the folder with the reference.
+    """Compare the files in the folder with the reference.
 
     Args:
-        tensors: what was to be written.
+        tensors: as planned.
         wait: until a file of the folder is whole.
-        advance: told of the bytes of every tensor when it is first read, in each of the one or two runs, of which the
-            latter may be made as one.
-
-    Raises:
-        Stopped: as `wait`.
-        NotProven: if the logits differ by more than rounding can explain.
+        advance: called with the bytes of every tensor when it is first read, in each of the one or two runs.
     """
     checkpoint = Checkpoint(folder)
     # What shape a quantised matrix has may stand in one of its tensors.
-    for name in sorted({part for matrix in checkpoint.quantised.values() for part in matrix.parts.values()}):
-        wait(checkpoint.files[name].name)
+    for path in sorted({path for name in checkpoint.quantised for path in checkpoint[name].paths}):
+        wait(path.name)
     model, match = _written_model(open_stored(checkpoint), form)
     rounded = {tensor.name: tensor for tensor in tensors if tensor.rounded}
     versions = _Versions(checkpoint, rounded, wait)
@@ -248,10 +229,10 @@ def prove(
 
 
 class _Versions:
-    """The rows of what is written, as `Rows` are: exactly as planned before it was rounded, as written, or both.
+    """Rows of written tensors: exactly as planned before rounding, as written, or both.
 
-    Where both are there, what is written is compared bit for bit. All other tensors are compared when their files are
-    read back (`surgeon.checkpoint.write`).
+    Where both are there, they are compared bit for bit. All other tensors are compared when their files are read back
+    (`surgeon.checkpoint.write`).
     """
 
     def __init__(
@@ -263,29 +244,31 @@ class _Versions:
         self._uncompared = set(rounded)
 
     def written(self, name: str, count: int | None) -> Iterable[Sequence[Tensor]]:
-        """As written; they are waited for."""
-        for part in self._checkpoint.parts_of(name):
-            self._wait(self._checkpoint.files[part].name)
-        return zip(self._checkpoint.rows(name, count))  # the only version
+        """Yield rows as written; waits for them."""
+        for path in self._checkpoint[name].paths:
+            self._wait(path.name)
+        return zip(self._checkpoint[name].rows(count))  # the only version
 
     def both(self, name: str, count: int | None) -> Iterable[Sequence[Tensor]]:
-        """Before rounding and as written, where that makes a difference."""
+        """Yield rows before rounding and as written, where that makes a difference."""
         if name in self._rounded:
             return self._compared(name)
         return self.written(name, count)
 
     def exact(self, name: str, count: int | None) -> Iterable[Sequence[Tensor]]:
-        """Before rounding."""
+        """Yield rows before rounding."""
         return (rows[:1] for rows in self.both(name, count))
 
     def compare_unread(self) -> None:
-        """Compare what the model had no use for (buffers of old checkpoints)."""
+        """Compare tensors that the model does not use (buffers of old checkpoints)."""
         for name in [*self._uncompared]:
             deque(self._compared(name), maxlen=0)
 
     def _compared(self, name: str) -> Iterator[tuple[Tensor, Tensor]]:
-        self._wait(self._checkpoint.files[name].name)
-        written = self._checkpoint.tensor(name)
+        stored = self._checkpoint[name]
+        for path in stored.paths:
+            self._wait(path.name)
+        written = stored.read()
         first = 0
         for exact in self._rounded[name].rows():
             own = written[first : first + len(exact)] if exact.dim() else written
@@ -298,11 +281,7 @@ class _Versions:
 
 
 def _written_model(written: StoredModel, form: Form) -> tuple[PreTrainedModel, Match]:
-    """The class that others build for a checkpoint, in its own modeling file if it has one, without its weights.
-
-    Raises:
-        NotProven: if the checkpoint does not have its tensors.
-    """
+    """Build a checkpoint's class, in its own modeling file if it has one, without its weights."""
     with quiet():
         model = build_empty(*form.written_class(written))
     match = match_names(model, written)
@@ -317,7 +296,7 @@ def _written_model(written: StoredModel, form: Form) -> tuple[PreTrainedModel, M
 
 
 def _only_linear(model: PreTrainedModel, match: Match, stored: Set[str]) -> bool:
-    """Whether some stored tensors, as far as the model has any use for them, belong to linear maps."""
+    """Tell whether the model uses some stored tensors in linear maps only."""
     used = (parameter.rpartition(".")[0] for parameter, names in match.names.items() if not stored.isdisjoint(names))
     return all(type(model.get_submodule(module)).forward is nn.Linear.forward for module in used)
 
@@ -332,13 +311,8 @@ def _logits(
     rows: Callable[[str, int | None], Iterable[Sequence[Tensor]]],
     advance: Advance,
 ) -> Tensor:
-    """Logits, (batch, tokens, vocabulary), of a model whose weights are read from their files as they are needed.
-
-    Args:
-        rows: of a stored tensor, as `Rows` are of a parameter.
-        advance: told of the bytes of a stored tensor when it is first read.
-    """
-    unread = {name: checkpoint.num_bytes(name) for name in chain.from_iterable(match.names.values())}
+    """Compute logits, (batch, tokens, vocabulary), of a model whose weights are read on demand."""
+    unread = {name: checkpoint[name].num_bytes for name in chain.from_iterable(match.names.values())}
 
     def read(names: tuple[str, ...], count: int | None) -> Iterable[Sequence[Tensor]]:
         for name in names:

@@ -11,8 +11,7 @@ from typing import Any
 
 from surgeon.checkpoint.belongings import CODAS, TEMPLATES
 from surgeon.checkpoint.read import read_json
-from surgeon.processes.files import sync_tree
-from surgeon.processes.folders import publish, scratch
+from surgeon.processes.files import publish, scratch, sync_tree
 from surgeon.words import first_few
 
 # What lies in a checkpoint's folder beside the files that surgeon.json lists.
@@ -36,10 +35,6 @@ def staged(target: Path, overwrite: bool = False) -> Iterator[Path]:
 
     Args:
         overwrite: replace an existing checkpoint folder (the old one stays whole until the new one is).
-
-    Raises:
-        FileExistsError: if the target exists and is not to be, or must not be, replaced.
-        PermissionError: if nothing can be written beside the target.
     """
     target = Path.cwd() / target
     check_target(target, overwrite)
@@ -51,11 +46,7 @@ def staged(target: Path, overwrite: bool = False) -> Iterator[Path]:
 
 
 def check_target(target: Path, overwrite: bool) -> None:
-    """Refuse a target that exists, unless it is empty, or a checkpoint that may be overwritten (`why_kept`).
-
-    Raises:
-        FileExistsError: saying what is in the way.
-    """
+    """Refuse a target that exists, unless it is empty, or a checkpoint that may be overwritten (`why_kept`)."""
     if not os.path.lexists(target):
         return
     if not target.is_dir() or target.is_symlink():
@@ -72,9 +63,9 @@ def check_target(target: Path, overwrite: bool) -> None:
 
 
 def why_kept(folder: Path) -> str | None:
-    """Why a folder must not be replaced, as the end of a sentence about it; nothing if it is a checkpoint and no more.
+    """Say why a folder must not be replaced, as the end of a sentence; None if it is a checkpoint and no more.
 
-    It is one if it has the surgeon.json of an export, or a config.json with a model's type beside safetensors weights.
+    A checkpoint has the surgeon.json of an export, or a config.json with a model's type beside safetensors weights.
     """
     report = _object(folder / "surgeon.json")
     config = _object(folder / "config.json")
@@ -91,7 +82,7 @@ def why_kept(folder: Path) -> str | None:
 
 
 def _belongs(path: Path, known: set[str]) -> bool:
-    """Whether it is what a checkpoint has: some files, and folders of nothing else; no checkpoint has links."""
+    """Tell whether a checkpoint has such a file, or folder of nothing else; none has links."""
     if path.is_dir() and not path.is_symlink():
         inside = {name.removeprefix(f"{path.name}/") for name in known if name.startswith(f"{path.name}/")}
         patterns = FOLDERS.get(path.name, ())
@@ -106,7 +97,7 @@ def _is_file(path: Path, is_known: bool, patterns: Iterable[str]) -> bool:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """A JSON file's object; empty if there is none."""
+    """Read a JSON file's object; empty if there is none."""
     try:
         if path.is_file():
             return read_json(path)

@@ -1,18 +1,18 @@
 """A model in memory as a stock one: whatever its program, its weights are those of whole layers.
 
-Sublayers that no layer has, averages and slices, have weights of their own while a model lives. To be stored they
-become layers behind the original ones, and the program names these: of a model with three layers, `A0 F0 A1~A2 F1~F2`
-is stored as four layers and `A0 F0 A3 F3`.
+Averages and slices have weights of their own while a model lives. To be stored they become layers behind the original
+ones, and the program names these: of a model with three layers, `A0 F0 A1~A2 F1~F2` is stored as four layers and
+`A0 F0 A3 F3`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from surgeon.language.program import Program
@@ -29,24 +29,33 @@ class StockLayers:
 
     Attributes:
         layers: the original ones, then those made of derived sublayers.
-        sources: for each, the original layer that it has the configuration's entries of.
+        sources: for each, the original layer whose entries in the configuration it has.
         program: over these layers.
+        prefix: of the names of layers.
+        derived: the names of derived sublayers in the edited model.
     """
 
     layers: list[nn.Module]
     sources: list[int]
     program: Program
+    prefix: str = ""
+    derived: Collection[str] = ()
+
+    def state(self, state: Tensors) -> Tensors:
+        """Rename a state dict of the edited model to these layers."""
+        renamed = {
+            name: tensor
+            for name, tensor in state.items()
+            if name.removeprefix(self.prefix).partition(".")[0] not in self.derived
+        }
+        for index, layer in enumerate(self.layers):
+            if type(layer) is nn.Module:  # made of derived sublayers
+                renamed |= {f"{self.prefix}{index}.{name}": one for name, one in layer.state_dict().items()}
+        return renamed
 
 
-def stock_layers_of(model: PreTrainedModel, state: dict[str, Tensor] | None = None) -> StockLayers:
-    """The layers of a model as they are now.
-
-    Args:
-        state: of derived sublayers, to take their tensors from; by default their own.
-
-    Raises:
-        ValueError: if a layer holds what its architecture does not have.
-    """
+def stock_layers_of(model: PreTrainedModel, state: Tensors | None = None) -> StockLayers:
+    """Return the layers of a model as they are now."""
     layers = decoder_layers(model)
     if not isinstance(layers, EditedLayers):
         return StockLayers(list(layers), list(range(len(layers))), program_of(model))
@@ -60,11 +69,13 @@ def stock_layers_of(model: PreTrainedModel, state: dict[str, Tensor] | None = No
             return sublayer.stored_in(place)
         return replace(sublayer, layers=(place,))
 
-    return StockLayers([*layers.original[0], *made], sources, layers.program.renamed(stored))
+    derived = {str(sublayer) for sublayer in layers.program.sublayers() if layers.is_derived(sublayer)}
+    program = layers.program.renamed(stored)
+    return StockLayers([*layers.original[0], *made], sources, program, f"{layers.family.layers}.", derived)
 
 
-def _layer_of(group: Group, edited: EditedLayers, state: dict[str, Tensor] | None) -> nn.Module:
-    """A layer with the weights of a group's sublayers; those that the program does not have are as they were."""
+def _layer_of(group: Group, edited: EditedLayers, state: Tensors | None) -> nn.Module:
+    """Make a layer of a group's sublayers; those that the program does not have are as they were."""
     made = nn.Module()
     weights = edited.weights()
     for kind in KINDS:
@@ -81,8 +92,8 @@ def _layer_of(group: Group, edited: EditedLayers, state: dict[str, Tensor] | Non
     return made
 
 
-def _values_of(sublayer: Sublayer, edited: EditedLayers, state: dict[str, Tensor] | None) -> Tensors:
-    """A sublayer's tensors by role, from the module that was derived for it, or as they would be derived."""
+def _values_of(sublayer: Sublayer, edited: EditedLayers, state: Tensors | None) -> Tensors:
+    """Return a sublayer's tensors by role, from its derived module, or derived anew."""
     if not _lives(sublayer, edited):
         return edited.weights().by_role(sublayer)
     layer = sublayer.layers[0]
@@ -97,16 +108,12 @@ def _values_of(sublayer: Sublayer, edited: EditedLayers, state: dict[str, Tensor
 
 
 def _lives(sublayer: Sublayer, edited: EditedLayers) -> bool:
-    """Whether there is a module of it, whose weights may be others than those it was derived from."""
+    """Tell whether it has a module, whose weights may have changed since it was derived."""
     return str(sublayer) in edited._modules
 
 
 def _joined(parts: list[Tensors], live: list[Tensors], name: str) -> Tensors:
-    """The tensors of a whole sublayer, of those of its slices.
-
-    Args:
-        live: of the slices that the program has; where there are some, what is not divided is as they have it.
-    """
+    """Join the tensors of slices to those of a whole sublayer."""
     whole = dict(parts[0])
     for key in whole if len(parts) > 1 else ():
         dim = _divided_dim(key)
@@ -128,7 +135,7 @@ def _joined(parts: list[Tensors], live: list[Tensors], name: str) -> Tensors:
 
 
 def _divided_dim(key: str) -> int | None:
-    """The dimension along which slices have parts of a tensor of a sublayer; None for what all of them have."""
+    """Return the dimension along which slices have parts of a tensor; None for undivided ones."""
     if key == "sinks":  # a number for each head
         return 0
     role, _, what = key.partition(".")
@@ -142,8 +149,9 @@ def _divided_dim(key: str) -> int | None:
 
 
 @contextmanager
-def stock_model(model: PreTrainedModel, stock: StockLayers) -> Iterator[None]:
-    """While inside, the model is a stock one with the layers that are to be stored, in its configuration too."""
+def stock_model(model: PreTrainedModel, state: Tensors | None = None) -> Iterator[StockLayers]:
+    """While inside, the model is a stock one with the layers to be stored, in its configuration too."""
+    stock = stock_layers_of(model, state)
     family = family_of(model.config)
     edited = isinstance(decoder_layers(model), EditedLayers)
     parent, name = decoder_parent(model)
@@ -155,7 +163,7 @@ def stock_model(model: PreTrainedModel, stock: StockLayers) -> Iterator[None]:
         setattr(model.config, key, value)
     setattr(parent, name, nn.ModuleList(stock.layers))
     try:
-        yield
+        yield stock
     finally:
         for key, value in config_before.items():
             setattr(model.config, key, value)
@@ -163,23 +171,3 @@ def stock_model(model: PreTrainedModel, stock: StockLayers) -> Iterator[None]:
         if edited:
             setattr(parent, name, before)
             before.describe_in(model.config)
-
-
-def stock_state(state: dict[str, Tensor], model: PreTrainedModel, stock: StockLayers) -> dict[str, Tensor]:
-    """A state dict of the edited model under the names of the stored layers."""
-    edited = decoder_layers(model)
-    assert isinstance(edited, EditedLayers)
-    prefix = f"{edited.family.layers}."
-    derived = {str(sublayer) for sublayer in edited.program.sublayers() if edited.is_derived(sublayer)}
-    renamed = {}
-    for name, tensor in state.items():
-        if name.startswith(prefix):
-            inside = name.removeprefix(prefix).partition(".")
-        else:
-            inside = ("", "", "")
-        if inside[0] not in derived:
-            renamed[name] = tensor
-    for index in range(len(edited.original[0]), len(stock.layers)):
-        for name, tensor in stock.layers[index].state_dict().items():
-            renamed[f"{prefix}{index}.{name}"] = tensor
-    return renamed

@@ -1,10 +1,10 @@
 """A fused checkpoint as the model that it was made of: a stock model whose layers run side by side again.
 
-So it can be trained with the tools for stock models, edited and exported again. What was folded stays so: of a pair the
-norm's gain is 1, and its shift is in the biases behind it, which the architecture must have a place for.
+It can be trained with the tools for stock models, edited and exported again. Folded norms stay so: of a pair the norm's
+gain is 1, and its shift is in the biases behind it, for which the architecture must have a place.
 
-The inverse of `surgeon.checkpoint.forms.fused`: heads take turns, one KV group of each layer at a time, and
-neurons lie one layer after the other; q, k, v, gate and up have them in rows, o and down in columns.
+The inverse of `surgeon.checkpoint.forms.fused`: heads take turns, one KV group of each layer at a time, and neurons lie
+one layer after the other, in rows of q, k, v, gate and up and in columns of o and down.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, Generation
 from transformers.initialization import no_init_weights
 
 from surgeon.checkpoint.belongings import GENERATION
-from surgeon.checkpoint.config import dense_config
+from surgeon.checkpoint.config import dense_config, open_stored
 from surgeon.checkpoint.forms import FORMS, form_of
 from surgeon.checkpoint.forms.base import config_beside
 from surgeon.checkpoint.forms.fused import CARRIED, ORIGINAL_KEY, fused_config
-from surgeon.checkpoint.load import open_stored
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.checkpoint.training import layers_by_recipe
 from surgeon.errors import NotProven
@@ -40,14 +39,10 @@ Parts = dict[str, int]
 
 
 def unfused(model: str | Path | StoredModel) -> PreTrainedModel:
-    """The stock model of a fused checkpoint, edited so that its layers run side by side, in evaluation mode.
+    """Return the stock model of a fused checkpoint, edited so that its layers run side by side, in evaluation mode.
 
     Its layers are numbered as they lie in the checkpoint: a first pair is [A0 A1] [F0 F1], whichever layers of the
     original it has.
-
-    Raises:
-        ValueError: if the checkpoint is not in the fused form, has slices of layers, or holds something that the
-            original's architecture has no place for; the original's recipe has to be used then.
     """
     stored = open_stored(model)
     checkpoint = stored.checkpoint
@@ -85,11 +80,7 @@ def _advice(where: str, reason: str) -> str:
 
 
 def _config_of(stored: StoredModel, program: Program) -> Any:
-    """The configuration of the original's architecture that the fused one was made of, for a program over its layers.
-
-    Raises:
-        ValueError: if there is none, naming the entry that would be another one.
-    """
+    """Return the configuration that the fused one was made of, for a program over its layers."""
     checkpoint = stored.checkpoint
     if not isinstance(entries := checkpoint.config.get(ORIGINAL_KEY), dict):
         raise ValueError(_advice(checkpoint.where, f"its config.json has no {ORIGINAL_KEY}"))
@@ -112,11 +103,7 @@ def _config_of(stored: StoredModel, program: Program) -> Any:
 
 
 def _parts_of(index: int, said: dict[str, Any], weights: ModelWeights) -> Parts:
-    """What lies side by side in a layer; its widths say so.
-
-    Raises:
-        ValueError: if that is no whole number of layers.
-    """
+    """Count the sublayers side by side in a layer, by its widths."""
     names = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "neurons": "intermediate_size"}
     counts: Parts = {}
     for kind in KINDS:
@@ -133,7 +120,7 @@ def _parts_of(index: int, said: dict[str, Any], weights: ModelWeights) -> Parts:
 
 
 def _program_of(parts: list[Parts], steps_per_layer: int) -> Program:
-    """The stock model's program: the layers of each fused one read the same stream."""
+    """Return the stock model's program: the layers of each fused one read the same stream."""
     nodes = []
     first = 0
     for part in parts:
@@ -151,11 +138,7 @@ def _program_of(parts: list[Parts], steps_per_layer: int) -> Program:
 
 @torch.no_grad()
 def _fill(model: PreTrainedModel, weights: ModelWeights, parts: list[Parts]) -> None:
-    """Give every parameter its value; zeros where the checkpoint has none: no bias, or a sublayer that never runs.
-
-    Raises:
-        ValueError: if a value other than 0 has no place.
-    """
+    """Set every parameter; zeros where the checkpoint has none: no bias, or a sublayer that never runs."""
     places = dict(model.named_parameters())
     left = set(places)
     for name, value in _values(model, weights, parts):
@@ -173,7 +156,7 @@ def _fill(model: PreTrainedModel, weights: ModelWeights, parts: list[Parts]) -> 
 
 
 def _values(model: PreTrainedModel, weights: ModelWeights, parts: list[Parts]) -> Iterator[tuple[str, Tensor]]:
-    """All that the checkpoint holds, by the stock model's names."""
+    """Yield all tensors of the checkpoint, by the stock model's names."""
     own = family_of(model.config)
     moved = {FUSED.embedding: own.embedding, FUSED.final_norm: own.final_norm}
     if own.positions.embedding is not None:
@@ -194,7 +177,7 @@ def _values(model: PreTrainedModel, weights: ModelWeights, parts: list[Parts]) -
 def _sublayers(
     own: Family, first: int, weights: ModelWeights, fused: Sublayer, count: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the sublayers that lie in a fused one, those of the first one in the layer of this number."""
+    """Yield the tensors of the sublayers in a fused one; the first has the layer of this number."""
     whole = weights.by_role(fused)
     blocks = weights.units(fused)["kv_heads"] // count if fused.kind == ATTENTION else 1
     for index in range(count):
@@ -206,7 +189,7 @@ def _sublayers(
 
 
 def _part(name: str, tensor: Tensor, index: int, count: int, blocks: int) -> Tensor:
-    """What one of several sublayers has of a tensor of them all, by role."""
+    """Return one sublayer's part of a fused tensor, by role."""
     role, _, what = name.partition(".")
     if role in ("norm", "post_norm"):
         return tensor

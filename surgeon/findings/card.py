@@ -16,12 +16,9 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from surgeon.checkpoint.belongings import FileKind, kind_of
-from surgeon.checkpoint.companions import left_behind, left_by, names_in
-from surgeon.checkpoint.describe import Surgery, describe
-from surgeon.checkpoint.inherit import CARD_FILE, Inherited
+from surgeon.checkpoint.belongings import CARD_FILE, FileKind, Inherited, kind_of, left_behind, left_by, names_in
+from surgeon.checkpoint.describe import Surgery, describe, size_lines
 from surgeon.checkpoint.locate import DEMO
-from surgeon.checkpoint.sizes import size_lines
 from surgeon.checkpoint.training import STAGES
 from surgeon.findings.blocks import Table
 from surgeon.findings.measured import DIVERGENCE, PERPLEXITY, CardScore, Identity

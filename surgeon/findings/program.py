@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Circle, FancyBboxPatch, Patch
 
-from surgeon.checkpoint.sizes import sizes_text
+from surgeon.checkpoint.describe import sizes_text
 from surgeon.language.program import Fork, Node, Program, Step, layer_nodes, steps_of
 from surgeon.language.sublayer import ATTENTION, UNITS, Sublayer
 

@@ -187,7 +187,7 @@ def save_edited_with(saver: Callable[..., None]) -> None:
 
 
 def _no_saver(*_: Any, **__: Any) -> None:
-    raise RuntimeError("how edited models are saved is not known yet; import surgeon.exports.saving first")
+    raise RuntimeError("how edited models are saved is not known yet; import surgeon.exports.in_memory first")
 
 
 _saver: Callable[..., None] = _no_saver

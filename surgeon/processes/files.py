@@ -1,35 +1,42 @@
-"""Files that are whole or not there, whenever their process is killed; what the disk has of them; and locks on them.
+"""Files and folders that are whole or not there, whenever their process is killed; and locks on them.
 
-Locks are flock's (by `filelock`): each goes with the process that holds it, so that one that is killed leaves none
-behind, and children that are started anew do not inherit them.
+A folder is written beside the target and renamed when it is complete. A run that dies leaves a partial folder under
+another name, which the next run removes. A run lives as long as the lock that it holds on its folder; a process id is
+of no use, as another container or machine has it too. Where a file system has no locks, partial folders stay.
+
+Locks are flock's (by `filelock`), and go with their process: children that are started anew do not inherit them, and a
+lock file that stays is nobody's lock.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
+import re
+import secrets
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from filelock import lock_descriptor
 
 from surgeon.errors import naming
 
 if TYPE_CHECKING:
     import pandas as pd
 
+
 HALF_WRITTEN = ".*.part"  # what a killed process may have left beside a file
 
 
 @contextmanager
 def whole_file(path: Path, durable: bool = False) -> Iterator[Path]:
-    """A path beside the wanted one to write to; it is renamed at the end, or removed if writing it fails.
+    """Yield a path beside the wanted one to write to; it is renamed at the end, or removed if writing it fails.
 
-    What was there before stays until then. Errors name the wanted file, one of a full disk, too (`naming`).
+    The old file stays until then. Errors name the wanted file, one of a full disk, too (`naming`).
 
     Args:
         durable: wait until the file is on the disk. Without that, a machine that loses its power may keep the name and
@@ -52,7 +59,7 @@ def whole_file(path: Path, durable: bool = False) -> Iterator[Path]:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, and those that it lies in, where they are not there yet."""
+    """Make a folder, and its parents, where they are missing."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
@@ -60,13 +67,13 @@ def make_folder(folder: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file that is whole or not there."""
+    """Write a text file, whole or not at all."""
     with whole_file(path) as beside:
         beside.write_text(text, encoding="utf-8")
 
 
 def finite(value: Any) -> Any:
-    """A JSON value with None in place of NaN and infinity, which JSON does not have."""
+    """Replace NaN and infinity, which JSON does not have, by None."""
     if isinstance(value, Mapping):
         return {key: finite(inside) for key, inside in value.items()}
     if isinstance(value, list | tuple):
@@ -77,7 +84,7 @@ def finite(value: Any) -> Any:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a JSON file that is whole or not there."""
+    """Write a JSON file, whole or not at all."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
@@ -96,17 +103,13 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Wait until a folder and all that lies in it are on the disk: the last thing before it gets its name."""
+    """Wait until a folder and its content are on the disk: the last thing before it gets its name."""
     for path in (*folder.rglob("*"), folder):
         sync(path)
 
 
 def cache_folder(what: str) -> Path:
-    """The place on this machine for files of some kind that can be made again.
-
-    Raises:
-        FileNotFoundError: if the user has no home, and the environment names no other place.
-    """
+    """Return the folder for files that can be made again on this machine; FileNotFoundError without a home."""
     kept = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(kept) if kept else Path.home() / ".cache") / "surgeon" / what
@@ -126,7 +129,7 @@ def check_space(folder: Path, needed: int) -> None:
 
 
 def show_bytes(count: int) -> str:
-    """Write a size as people do: 12.7 MB."""
+    """Write a size: 12.7 MB."""
     size = float(count)
     for unit in ("bytes", "KB", "MB", "GB"):
         if size < 1000:
@@ -142,12 +145,14 @@ LOOK_SECONDS = 0.002  # between two tries to get a lock that somebody else has
 
 def lock(descriptor: int, wait: bool = False) -> bool:
     """Lock an open file or folder until it is closed, or tell (False) that somebody else has; `wait` for them."""
+    from filelock import lock_descriptor  # who only reads and writes does without
+
     return lock_descriptor(descriptor, blocking=wait, poll_interval=LOOK_SECONDS)
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Wait until nobody else has locked a file, which is made if it is not there, and lock it while inside."""
+    """Lock a file, which is made if need be, while inside; waits for others to unlock it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         with naming(path):
@@ -155,3 +160,112 @@ def locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+MARK = "surgeon-partial"
+_OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+_OLD = "old"  # at the end of the name of a target that is moved aside
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+@contextmanager
+def scratch(target: Path) -> Iterator[Path]:
+    """Give a new, empty folder beside the target, which is removed when the block ends, unless it was published.
+
+    If this process dies in between, the next one that writes to the target removes it.
+    """
+    target = Path.cwd() / target
+    try:
+        make_folder(target.parent)
+        remove_stale(target)
+        folder, held = _partial_folder(target)
+    except PermissionError as error:
+        raise PermissionError(f"no permission to write in {target.parent}; choose another folder") from error
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(held)
+
+
+def _partial_folder(target: Path) -> tuple[Path, int]:
+    """Make a folder beside the target, open and locked while this process lives."""
+    while True:
+        folder = target.parent / f".{target.name}.{MARK}-{os.getpid()}-{secrets.token_hex(4)}"
+        folder.mkdir()
+        # Until it is locked, another run takes it for one that was left, and removes it.
+        with suppress(FileNotFoundError):
+            handle = os.open(folder, _OPEN_FOLDER)
+            with suppress(OSError):  # without locks nobody removes anything
+                lock(handle, wait=True)
+            if _is_at(handle, folder):
+                return folder, handle
+            os.close(handle)
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def remove_stale(target: Path) -> None:
+    """Remove partial folders of dead runs beside the target; bring back a target that one of them moved aside.
+
+    Folders that may be of a living run, or cannot be removed, are left alone.
+    """
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.{MARK}-\d+-[\w-]+")
+    for path in target.parent.iterdir():
+        if not pattern.fullmatch(path.name) or not stat.S_ISDIR(path.lstat().st_mode):
+            continue
+        with suppress(OSError):
+            handle = os.open(path, _OPEN_FOLDER)
+            try:
+                # A run that has just finished has given the folder that was opened the target's name.
+                if not lock(handle) or not _is_at(handle, path):
+                    continue
+                if path.name.endswith(_OLD) and not os.path.lexists(target):
+                    path.rename(target)
+                else:
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(handle)
+
+
+def publish(folder: Path, target: Path) -> None:
+    """Give a finished folder its final name, which what it replaces keeps until then.
+
+    Its content should be on the disk (`sync_tree`). A replaced folder is gone, or bears the finished one's old name,
+    for the caller to remove.
+    """
+    if not target.exists() or not any(target.iterdir()):
+        folder.rename(target)
+    elif not _exchange(folder, target):
+        _move_aside(folder, target)
+    sync(target.parent)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two names in one step, where the system can."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:
+        return False
+    swapped: int = rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE)
+    return swapped == 0
+
+
+def _move_aside(folder: Path, target: Path) -> None:
+    """Replace the target in two steps, for file systems that cannot swap names; `remove_stale` mends a death."""
+    old = folder.with_name(f"{folder.name}-{_OLD}")
+    handle = os.open(target, _OPEN_FOLDER)
+    try:
+        with suppress(OSError):
+            lock(handle)  # so that nobody brings it back, or removes it, meanwhile
+        target.rename(old)
+        folder.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        os.close(handle)

@@ -13,7 +13,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from surgeon.checkpoint.offline import without_retries
+from surgeon.checkpoint.locate import without_retries
 from surgeon.errors import first_line
 from surgeon.named import is_path, on_disk
 from surgeon.quality.tables import JSON_LINES, PARQUET, Row, TextRows, is_table, open_table, read_column, without_nulls

@@ -26,7 +26,7 @@ from surgeon.analysis.engine.measure import MeasureOptions, measure, streams_aft
 from surgeon.analysis.engine.memory import windows_at_once, working_bytes
 from surgeon.analysis.engine.prefixes import StateCache
 from surgeon.analysis.engine.sharing import SharedPlan, share
-from surgeon.checkpoint.streamed import streamed_layers
+from surgeon.checkpoint.load import streamed_layers
 from surgeon.language.program import Program
 from surgeon.memory import available_bytes, resident_bytes, stay_below
 from surgeon.models.edit import program_of, require_unedited

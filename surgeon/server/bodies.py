@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from surgeon.checkpoint.generation_defaults import Defaults
+from surgeon.checkpoint.texts import Defaults
 from surgeon.errors import did_you_mean
 from surgeon.runtime.batching.request import Sampling
 from surgeon.server.errors import invalid, short

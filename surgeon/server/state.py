@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from surgeon.checkpoint.generation_defaults import Defaults
+from surgeon.checkpoint.texts import Defaults
 from surgeon.errors import did_you_mean
 from surgeon.runtime.service import Service
 from surgeon.server.errors import GONE, ApiError, draining, failed

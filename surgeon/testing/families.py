@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # 
 from surgeon.checkpoint.load import load
 from surgeon.checkpoint.remote_code import PROGRAM
 from surgeon.exports.export import plan_export, write_export
-from surgeon.exports.saving import edit
+from surgeon.exports.in_memory import edit
 from surgeon.language.program import Program
 from surgeon.language.sublayer import KINDS, Sublayer
 from surgeon.models.edit import decoder_layers, program_of, restore

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from surgeon.checkpoint.compare import compare
-from surgeon.checkpoint.describe import describe
+from surgeon.checkpoint.config import open_stored
+from surgeon.checkpoint.describe import compare, describe
 from surgeon.checkpoint.forms import FORMS, Form
-from surgeon.checkpoint.load import load, open_stored
+from surgeon.checkpoint.load import load
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.exports.export import plan_export, write_export
-from surgeon.exports.saving import edit
+from surgeon.exports.in_memory import edit
 from surgeon.language.program import Program
 from surgeon.models.edit import restore
 from surgeon.opened import open_model
@@ -122,7 +122,7 @@ class FormContract:
             assert how.endswith(":"), "a command follows it"
             assert f"### vLLM {how} ```bash" in card
             assert "vllm serve NAME" in command
-        assert not form.marks(Checkpoint(source).config), "the original is in no edited form"
+        assert not form.is_marked(Checkpoint(source).config), "the original is in no edited form"
 
     def test_its_layers_are_the_originals(self, form: Form, exported: Exported) -> None:
         """Every stored layer is known to come from layers of the original, as `surgeon show A B` needs it."""

@@ -23,8 +23,7 @@ from surgeon.checkpoint.read import read_json
 from surgeon.checkpoint.write import FileRecord, change_of
 from surgeon.errors import first_line
 from surgeon.models.lora import PeftModel
-from surgeon.processes.files import HALF_WRITTEN, check_space, sync_tree, write_json
-from surgeon.processes.folders import publish
+from surgeon.processes.files import HALF_WRITTEN, check_space, publish, sync_tree, write_json
 
 WEIGHTS_FILE = "model.safetensors"  # as the Trainer reads it again
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")

@@ -8,8 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from surgeon.checkpoint.belongings import REPORT_FILE
-from surgeon.checkpoint.companions import companions_at
+from surgeon.checkpoint.belongings import REPORT_FILE, companions_of
 from surgeon.checkpoint.forms.fused import FUSED
 from surgeon.checkpoint.locate import DEMO
 from surgeon.checkpoint.training import Training, layers_by_recipe
@@ -24,7 +23,6 @@ from surgeon.models.edit import decoder_layers, edit, edited_layers
 from surgeon.models.edited_layers import EditedLayers
 from surgeon.named import hub_name
 from surgeon.opened import EditedModel, Model, open_edited
-from surgeon.provenance import provenance
 from surgeon.training.model import TrainedModel
 from surgeon.training.racks.build import require_known
 from surgeon.training.racks.model import tensors_of
@@ -51,7 +49,7 @@ def open_to_heal(
         ValueError: if it is damaged, unedited without a program, or the teacher is not what the checkpoint was made of.
     """
     edited = open_edited(what, program)
-    companions_at(edited.model.folder)  # what cannot go along is refused before it is trained
+    companions_of(edited.model.folder)  # what cannot go along is refused before it is trained
     if teacher is not None:
         original: EditedModel | None = _original(teacher, edited)
     elif edited.asked is not None:
@@ -187,16 +185,14 @@ def record_of(
 ) -> dict[str, Any]:
     """What is to be known of a run, as JSON values: run.json, and the checkpoint's own record."""
     qualities = {"original": found.whole.original, "edited": found.whole.before, "healed": found.whole.after}
-    return provenance(
-        edited.model.name,
-        (original or edited).model.hash,
+    record = (original or edited).model.provenance(
         seed=settings.seed,
         program=str(program_to_heal(edited)),
         recipe=edited.recipe and edited.recipe.to_yaml(),
-        **edited.model.gguf,
         **found.record(texts, settings),
         **{name: None if quality is None else quality.to_json() for name, quality in qualities.items()},
     )
+    return record | {"model": edited.model.name}
 
 
 def training_of(edited: EditedModel, record: dict[str, Any]) -> Training:

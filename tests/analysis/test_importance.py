@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from surgeon.analysis import importance as importance_module
 from surgeon.analysis.engine import memory
 from surgeon.analysis.importance import unit_importance
-from surgeon.checkpoint.load import load
-from surgeon.checkpoint.streamed import load_streamed
+from surgeon.checkpoint.load import load, load_streamed
 from surgeon.language.operations.width import Criterion
 from surgeon.language.program import Program
 from surgeon.models.edit import edit

@@ -17,8 +17,8 @@ from torch import Tensor
 import surgeon
 from surgeon.analysis.engine import memory
 from surgeon.analysis.similarity import CKA_COLUMNS, similarity
-from surgeon.checkpoint.load import load
-from surgeon.checkpoint.streamed import load_streamed, streamed_layers
+from surgeon.checkpoint.load import load, load_streamed
+from surgeon.checkpoint.tensor_file import FileTensor
 from surgeon.findings.similarity import Similarity
 from surgeon.models.edit import program_of
 from surgeon.quality.data import Windows
@@ -150,10 +150,8 @@ def test_weights_that_are_read_when_needed(windows: Windows, tmp_path: Path, mon
     whole = similarity(subject_of(load(folder), windows), tmp_path / "whole")
     model = load_streamed(folder)
     read: Counter[str] = Counter()
-    layers = streamed_layers(model)
-    assert layers is not None
-    tensor = layers.stored.checkpoint.tensor
-    monkeypatch.setattr(layers.stored.checkpoint, "tensor", lambda name: read.update([name]) or tensor(name))
+    original = FileTensor.read
+    monkeypatch.setattr(FileTensor, "read", lambda tensor: read.update([tensor.name]) or original(tensor))
     found = similarity(subject_of(model, windows), tmp_path / "streamed")
     pd.testing.assert_frame_equal(found.layers, whole.layers, rtol=1e-6)
     pd.testing.assert_frame_equal(found.distances, whole.distances, rtol=1e-6)

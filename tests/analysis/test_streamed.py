@@ -15,8 +15,8 @@ from surgeon.analysis.engine import measure as measure_module
 from surgeon.analysis.engine.measure import MeasureOptions, by_layer, measure, place
 from surgeon.analysis.engine.memory import windows_at_once
 from surgeon.analysis.engine.sharing import Extend, Reach, RunStep, reads, share
-from surgeon.checkpoint.load import load
-from surgeon.checkpoint.streamed import load_streamed, streamed_layers
+from surgeon.checkpoint.load import load, load_streamed, streamed_layers
+from surgeon.checkpoint.tensor_file import FileTensor
 from surgeon.language.operations import ladder, merge, pair, parallel, prune, shuffle
 from surgeon.language.program import Program, steps_of
 from surgeon.memory import resident_bytes
@@ -106,8 +106,8 @@ def test_a_layer_is_read_once_where_memory_keeps_nothing(tmp_path: Path, monkeyp
     layers = streamed_layers(model)
     assert layers is not None
     read: list[str] = []
-    original = layers.stored.checkpoint.tensor
-    monkeypatch.setattr(layers.stored.checkpoint, "tensor", lambda name: read.append(name) or original(name))
+    original = FileTensor.read
+    monkeypatch.setattr(FileTensor, "read", lambda tensor: read.append(tensor.name) or original(tensor))
     monkeypatch.setattr(measure_module, "streaming_room", lambda *_: (0, 1 << 20))
     dense = Program.dense(4)
     plan = share([dense, *(prune(dense, layers=range(a, a + 1)) for a in range(4))])

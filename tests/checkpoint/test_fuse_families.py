@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import surgeon
+from surgeon.checkpoint.config import open_stored
 from surgeon.checkpoint.forms import form_of
 from surgeon.checkpoint.forms.program import needs_plugin
-from surgeon.checkpoint.load import open_stored
 from surgeon.language.program import Program
 from surgeon.models.families import family_of
 from tests.checkpoint.helpers import (

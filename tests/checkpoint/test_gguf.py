@@ -303,6 +303,10 @@ def test_one_file_of_a_repository_on_the_hub(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     opened = surgeon.open("org/tiny-GGUF/sub/tiny.gguf")
     assert (opened.num_layers, opened.public_name) == (2, "org/tiny-GGUF/sub/tiny.gguf")
-    assert surgeon.predict("org/tiny-GGUF/sub/tiny.gguf", hardware="h100-sxm", prompt=16, new=4).table().shape[0] == 1
+    predicted = surgeon.predict(
+        "org/tiny-GGUF/sub/tiny.gguf", hardware="h100-sxm", prompt=16, new=4, output=tmp_path / "predicted"
+    )
+    assert predicted.table().shape[0] == 1
+    assert predicted.record["gguf"]["file"] == opened.provenance()["gguf"]["file"] == "tiny.gguf"
     with pytest.raises(FileNotFoundError, match="org/tiny-GGUF has no file other.gguf on the hub"):
         surgeon.open("org/tiny-GGUF/other.gguf")

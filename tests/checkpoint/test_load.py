@@ -12,8 +12,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 import surgeon
-from surgeon.checkpoint.load import load, open_stored
-from surgeon.checkpoint.streamed import load_streamed
+from surgeon.checkpoint.config import open_stored
+from surgeon.checkpoint.load import load, load_streamed
 from surgeon.language.program import Program
 from surgeon.models.edit import program_of
 from surgeon.runtime.plan.checks import make_plan

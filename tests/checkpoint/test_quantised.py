@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import surgeon
-from surgeon.checkpoint.load import load
+from surgeon.checkpoint.load import load, load_streamed, streamed_layers
 from surgeon.checkpoint.read import Checkpoint
-from surgeon.checkpoint.streamed import load_streamed, streamed_layers
 from surgeon.opened import open_model
 from tests.checkpoint.helpers import logits_of, save_source
 from tests.quantised import SCHEMES, quantise_folder
@@ -53,8 +52,8 @@ def test_its_names_are_those_of_its_architecture(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     assert "model.layers.0.mlp.up_proj.scales" not in found
     assert found.raw.names() == [*load_file(folder / "model.safetensors")]
-    assert torch.equal(torch.cat([*found.rows(name, 7)]), found.tensor(name))
-    assert found.num_bytes(name) == sum(found.raw.num_bytes(part) for part in found.parts_of(name))
+    assert torch.equal(torch.cat([*found[name].rows(7)]), found.tensor(name))
+    assert found[name].num_bytes == sum(found.raw[part].num_bytes for part in found.quantised[name].parts.values())
     assert found.weights_hash() == Checkpoint(folder).weights_hash()
 
 

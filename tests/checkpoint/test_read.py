@@ -160,7 +160,7 @@ def test_of_a_file_and_an_index_the_one_that_transformers_loads_is_read(tmp_path
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "both")
     assert torch.equal(loaded.model.norm.weight, model.model.norm.weight)
     assert torch.equal(checkpoint.tensor("model.norm.weight"), model.model.norm.weight)
-    assert {path.name for path in checkpoint.files.values()} == {"model.safetensors"}
+    assert {path.name for path in checkpoint.paths} == {"model.safetensors"}
     assert checkpoint.model_hash() == alone
     (tmp_path / "both" / INDEX).write_text("{")  # not looked at
     Checkpoint(tmp_path / "both")
@@ -258,10 +258,10 @@ def test_every_tensor_keeps_its_own_dtype(tmp_path: Path) -> None:
 
 def test_a_file_that_shrinks_while_it_is_read(sharded: Path) -> None:
     checkpoint = Checkpoint(sharded)
-    path = checkpoint.files["lm_head.weight"]
+    (path,) = checkpoint["lm_head.weight"].paths
     os.truncate(path, 100)
     with pytest.raises(OSError, match="became shorter while it was read"):
-        list(checkpoint.blocks("lm_head.weight"))
+        list(checkpoint["lm_head.weight"].blocks())
 
 
 def test_a_models_hash_is_of_what_config_json_means_and_of_the_weights(tmp_path: Path) -> None:

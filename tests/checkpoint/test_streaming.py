@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import surgeon
 from surgeon.checkpoint import write
-from surgeon.checkpoint.read import Checkpoint
+from surgeon.checkpoint.tensor_file import FileTensor
 from surgeon.checkpoint.write import FileRecord, verify
 from surgeon.exports.on_demand import WeightsOnDemand
 from surgeon.exports.prove import original_model, reference_of
@@ -40,7 +40,7 @@ def streamed_logits(folder: Path) -> Tensor:
     assert all(parameter.is_meta for parameter in model.parameters())
 
     def rows(names: tuple[str, ...], count: int | None) -> Iterable[tuple[Tensor]]:
-        return zip(chain.from_iterable(original.checkpoint.rows(name, count) for name in names))
+        return zip(chain.from_iterable(original.checkpoint[name].rows(count) for name in names))
 
     with WeightsOnDemand(model, {parameter: partial(rows, names) for parameter, names in match.names.items()}):
         return logits_of(model)
@@ -79,13 +79,13 @@ def test_names_are_found_as_transformers_finds_them(tmp_path: Path, stored: str)
 def test_an_embedding_is_not_read_beyond_its_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_source(tmp_path, num_layers=2)
     read: list[tuple[str, int]] = []
-    part, original = Checkpoint.part, open_model(tmp_path)
+    part, original = FileTensor.part, open_model(tmp_path)
 
-    def noted(self: Checkpoint, name: str, dim: int, first: int, end: int) -> Tensor:
-        read.append((name, end - first))
-        return part(self, name, dim, first, end)
+    def noted(self: FileTensor, dim: int, first: int, end: int) -> Tensor:
+        read.append((self.name, end - first))
+        return part(self, dim, first, end)
 
-    monkeypatch.setattr(Checkpoint, "part", noted)
+    monkeypatch.setattr(FileTensor, "part", noted)
     monkeypatch.setattr("surgeon.exports.on_demand.BLOCK", 32 * 4)
     reference_of(original, Program.dense(2))
     assert max(rows for _, rows in read) == 32  # eight blocks of four rows

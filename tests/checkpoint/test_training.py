@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import surgeon
-from surgeon.checkpoint.compare import compare
-from surgeon.checkpoint.describe import describe
+from surgeon.checkpoint.describe import compare, describe
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.training import Training, layers_by_recipe
 from surgeon.commands.show import differences, facts

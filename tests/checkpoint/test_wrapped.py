@@ -16,9 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 import surgeon
-from surgeon.checkpoint.load import load
+from surgeon.checkpoint.load import load, load_streamed
 from surgeon.checkpoint.random_weights import open_random
-from surgeon.checkpoint.streamed import load_streamed
 from surgeon.language.program import Program
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.edit import edit

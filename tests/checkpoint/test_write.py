@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from surgeon.beside import Background, Stopped
 from surgeon.checkpoint import write
 from surgeon.checkpoint.forms import PlannedTensor
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.write import FileRecord, Writing, holds, shard_limit, split_into_shards
 from surgeon.progress import Advance
+from surgeon.threads import Background, Stopped
 from tests.checkpoint.helpers import save_source
 
 

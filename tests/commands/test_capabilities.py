@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import surgeon
-from surgeon.checkpoint.streamed import load_streamed
+from surgeon.checkpoint.load import load_streamed
 from surgeon.commands.capabilities import ADAPTER_RANK, FACTORS, LENGTH, PAIRS, Capabilities, answer
 from surgeon.exports.export import plan_export, write_export
 from surgeon.findings.check import NO, PARTLY, YES, Verdict

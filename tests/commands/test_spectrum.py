@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from surgeon.analysis.factors.calibration import load_recorded
-from surgeon.checkpoint.load import open_stored
+from surgeon.checkpoint.config import open_stored
 from surgeon.language.program import Program
 from surgeon.language.recipe import read_recipe
 from surgeon.models.families.llama import LLAMA

@@ -194,7 +194,7 @@ def test_real_ranks_give_a_whole_file(tiny_checkpoint: Path, monkeypatch: pytest
 
 
 def _sizes(folder: Path) -> dict[str, Any]:
-    from surgeon.checkpoint.load import open_stored
+    from surgeon.checkpoint.config import open_stored
 
     config = open_stored(folder).config
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from surgeon.checkpoint.load import open_stored
+from surgeon.checkpoint.config import open_stored
 from surgeon.cost.hardware import RankShare
 from surgeon.cost.plans import most_texts, plan_on_paper, room
 from surgeon.language.program import Program

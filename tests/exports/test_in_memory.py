@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 import surgeon
 from surgeon.checkpoint.write import verify
 from surgeon.errors import NotProven
-from surgeon.exports.saving import edit
+from surgeon.exports.in_memory import edit
 from surgeon.models.edit import program_of, restore
 from surgeon.models.families import FAMILIES
 from tests.checkpoint.helpers import IDS, load_shipped, logits_of, plain_logits, relative_error

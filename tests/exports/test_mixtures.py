@@ -18,7 +18,7 @@ from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.remote_code import PROGRAM
 from surgeon.commands.app import main
 from surgeon.exports.export import plan_export, write_export
-from surgeon.exports.saving import edit
+from surgeon.exports.in_memory import edit
 from surgeon.language.program import Program
 from surgeon.models.edit import program_of, restore
 from surgeon.models.families import family_of

@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from surgeon.exports.staging import staged
-from surgeon.processes import folders
-from surgeon.processes.files import check_space, show_bytes
-from surgeon.processes.folders import MARK
+from surgeon.processes import files
+from surgeon.processes.files import MARK, check_space, show_bytes
 from tests import warm
 from tests.checkpoint.helpers import run_export, save_source, weights_of
 from tests.waiting import PATIENCE
@@ -82,7 +81,7 @@ def test_whatever_is_raised_leaves_things_as_they_were(tmp_path: Path, error: Ba
 @pytest.mark.parametrize("can_swap", [True, False])
 def test_overwriting_replaces_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_swap: bool) -> None:
     if not can_swap:
-        monkeypatch.setattr(folders, "_exchange", lambda *_: False)
+        monkeypatch.setattr(files, "_exchange", lambda *_: False)
     target = tmp_path / "target"
     write_into(target, "old")
     (target / "merges.txt").write_text("gone afterwards")
@@ -202,7 +201,7 @@ def test_a_folder_that_was_taken_for_a_left_one_is_made_again(tmp_path: Path, mo
     def slow(path: Path, *rest: int) -> int:
         if MARK in str(path) and not taken:  # another run is faster than this one's lock
             taken.append(path)
-            folders.remove_stale(tmp_path / "target")
+            files.remove_stale(tmp_path / "target")
         return right(path, *rest)
 
     monkeypatch.setattr(os, "open", slow)
@@ -214,7 +213,7 @@ def test_a_folder_that_was_taken_for_a_left_one_is_made_again(tmp_path: Path, mo
 def test_a_target_moved_aside_by_a_run_that_died_comes_back(tmp_path: Path) -> None:
     write_into(tmp_path / "target", "old")
     (tmp_path / "target").rename(tmp_path / f".target.{MARK}-{os.getpid()}-abc-old")
-    folders.remove_stale(tmp_path / "target")
+    files.remove_stale(tmp_path / "target")
     assert names(tmp_path) == {"target"}
     assert (tmp_path / "target" / "config.json").read_text() == "old"
 
@@ -224,12 +223,12 @@ def test_a_target_that_is_being_moved_aside_is_left_alone(tmp_path: Path, monkey
 
     def watched(path: Path, to: Path) -> Path:
         found = right(path, to)
-        folders.remove_stale(target)
+        files.remove_stale(target)
         seen.append(sum(name.endswith("-old") for name in names(tmp_path)))
         return found
 
     write_into(target, "old")
-    monkeypatch.setattr(folders, "_exchange", lambda *_: False)
+    monkeypatch.setattr(files, "_exchange", lambda *_: False)
     monkeypatch.setattr(Path, "rename", watched)
     write_into(target, "new", overwrite=True)
     assert seen == [1, 1]

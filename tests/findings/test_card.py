@@ -16,7 +16,7 @@ from huggingface_hub import ModelCard
 from transformers import dynamic_module_utils
 
 import surgeon
-from surgeon.checkpoint.inherit import inherit
+from surgeon.checkpoint.belongings import inherit
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.findings.card import identity_of, open_edited, require_own_card, write_card
 from surgeon.findings.measured import Identity, read_measured

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import surgeon
 from surgeon.checkpoint.factor_cache import FactorCache
-from surgeon.exports.saving import edit
+from surgeon.exports.in_memory import edit
 from surgeon.language.operations import prune, repeat
 from surgeon.language.program import Program
 from surgeon.models.edit import decoder_layers, program_of, restore

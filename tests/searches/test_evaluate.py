@@ -13,8 +13,7 @@ import torch
 from torch.nn import functional
 
 from surgeon.analysis.engine.sharing import share
-from surgeon.checkpoint.load import load
-from surgeon.checkpoint.streamed import load_streamed
+from surgeon.checkpoint.load import load, load_streamed
 from surgeon.language.program import Program
 from surgeon.models.edit import edit, restore
 from surgeon.quality.data import Windows

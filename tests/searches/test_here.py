@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from surgeon.checkpoint.load import open_stored
+from surgeon.checkpoint.config import open_stored
 from surgeon.cost.calibrate import calibrate
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.hardware_file import parse_hardware

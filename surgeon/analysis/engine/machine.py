@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from surgeon.analysis.engine.prefixes import PlanStates, Register, States
 from surgeon.analysis.engine.sharing import Extend, Join, Reach, RunStep, SharedPlan, Take, sublayers_in
-from surgeon.checkpoint.streamed import streamed_layers
+from surgeon.checkpoint.load import streamed_layers
 from surgeon.language.execute import Partial, State, advance, fork_output, land
 from surgeon.language.program import Fork, Program
 from surgeon.language.sublayer import KINDS, Sublayer

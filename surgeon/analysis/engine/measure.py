@@ -31,8 +31,7 @@ from surgeon.analysis.engine.memory import lanes_for, streaming_room
 from surgeon.analysis.engine.prefixes import PlanStates, StateCache, States
 from surgeon.analysis.engine.sharing import Extend, Reach, RunStep, SharedPlan, Task, reads
 from surgeon.analysis.engine.walk import raise_not_finite
-from surgeon.beside import Beside, one_at_a_time, torch_threads
-from surgeon.checkpoint.streamed import streamed_layers
+from surgeon.checkpoint.load import streamed_layers
 from surgeon.errors import is_out_of_memory
 from surgeon.language.program import Program, steps_of
 from surgeon.language.sublayer import FEED_FORWARD, Sublayer
@@ -40,6 +39,7 @@ from surgeon.models.weights import FactorSource, TruncatedSVD
 from surgeon.processes.journal import Journal, read_journal
 from surgeon.quality.head import ByWindow, OutputHead, ReferencePredictions, TextReferences, one_after_the_other
 from surgeon.quality.summary import ACCEPTANCES
+from surgeon.threads import Beside, one_at_a_time, torch_threads
 
 _AT_ONCE = -1  # the turn of a task that needs no weights
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from surgeon.analysis.engine.sharing import SharedPlan
 from surgeon.analysis.engine.walk import cache_bytes
-from surgeon.checkpoint.streamed import StreamedLayers, streamed_layers
+from surgeon.checkpoint.load import StreamedLayers, streamed_layers
 from surgeon.language.sublayer import KINDS
 from surgeon.memory import available_bytes, free_bytes, resident_bytes, show_size
 from surgeon.models.families import family_of

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgeon.analysis.engine.machine import PlanMachine
-from surgeon.checkpoint.streamed import streamed_layers
+from surgeon.checkpoint.load import streamed_layers
 from surgeon.errors import shown
 from surgeon.language.execute import Branch, State, advance, land
 from surgeon.language.operations.within import parts_of, whole_runs

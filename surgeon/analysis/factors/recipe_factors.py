@@ -15,7 +15,6 @@ from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.operations.width import CRITERIA, chosen_by
 from surgeon.models.weights import FactorSource, UnitsByLayer
 from surgeon.opened import EditedModel
-from surgeon.provenance import provenance
 
 
 def with_factors(
@@ -58,7 +57,7 @@ def with_factors(
     source: FactorSource = UnitsByLayer(units)
     if plan.has_calibrated_factors:
         ways = {way: True for way in WAYS if plan.calibration.get(way)}
-        record = provenance(recipe.model, model.hash, calibration_text={**used, **ways})
+        record = model.provenance(calibration_text={**used, **ways}) | {"model": recipe.model}
         found = make_factors(
             loaded,
             plan,

@@ -1,12 +1,12 @@
-"""Which form a program's checkpoint can have, and which one a checkpoint has.
+"""The form that a program's checkpoint can have, and the one that a checkpoint has.
 
     plain    every layer of the program is one whole attention and one whole feed-forward: an ordinary checkpoint
     fused    steps pair up as [A_i A_j ...] [F_i F_j ...]: k layers are stored as one layer that is k times as wide
     program  everything else: the layers as they are, with the program's text in config.json
 
 The first of them that is exact is the most portable one. But layers that run several times have one set of weights,
-which the program form alone stores once, so that a checkpoint is no larger than the model and training goes on with
-shared weights. The others store them as often as they run: for software that knows no programs, if that is asked for.
+which only the program form stores once, so that training goes on with shared weights. The others store them as often as
+they run, if that is asked for: for software that knows no programs.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ FORMS: dict[str, Form] = {form.name: form for form in (PLAIN, FUSED, PROGRAM)}  
 
 
 def form_of(checkpoint: Checkpoint) -> Form:
-    """The form that a checkpoint is in, by the mark that its config.json has; without any it is a plain one."""
-    return next((form for form in FORMS.values() if form.marks(checkpoint.config)), PLAIN)
+    """Return the form that a checkpoint is in, by the mark in its config.json; without one it is plain."""
+    return next((form for form in FORMS.values() if form.is_marked(checkpoint.config)), PLAIN)
 
 
 def lay_out(
@@ -57,16 +57,13 @@ def lay_out(
     among: Collection[str] = (),
     wrapped: Wrapped | None = None,
 ) -> Layout:
-    """The most portable form that holds the program exactly, or the form asked for.
+    """Choose the most portable form that holds the program exactly, or the form asked for.
 
     Args:
         config: the original's `transformers` configuration, for its widths and per-layer lists.
         form: "auto", or one of FORMS.
         among: the forms that "auto" looks at, all by default.
-        wrapped: what the layers are to stand in, if they are a text decoder's.
-
-    Raises:
-        ValueError: if there is no such form, or the program does not fit it, with the reason.
+        wrapped: the wrapper that the layers are to stand in, if they are a text decoder's.
     """
     if form not in ("auto", *FORMS):
         raise ValueError(f"unknown form {form!r}; {did_you_mean(form, ('auto', *FORMS))}")
@@ -96,7 +93,7 @@ def lay_out(
 
 
 def _copies(layout: Layout) -> str:
-    """What is to be known of a layout that has sublayers several times; nothing if it has none."""
+    """Say which sublayers a layout has several times; empty if none."""
     stored = Counter(sublayer for layer in layout.layers for sublayer in layer.sublayers)
     layers = [layer for sublayer, times in stored.items() if times > 1 for layer in sublayer.layers]
     which = f"layer{'s' * (len(set(layers)) > 1)} {layer_list(layers)}"

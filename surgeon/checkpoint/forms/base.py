@@ -1,4 +1,4 @@
-"""What a form is: how a program is stored as a checkpoint, how such a checkpoint is known, and how it is used."""
+"""Forms: how a program is stored as a checkpoint, and how such a checkpoint is known and used."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from transformers import CONFIG_MAPPING
 
 from surgeon.checkpoint.forms.planning import PlannedTensor, TensorPlanner
 from surgeon.checkpoint.forms.stored_layers import Inexpressible, StoredLayer, per_layer_lists, stored_layers
@@ -26,13 +27,13 @@ BY_THE_FILE = "Unmodified vLLM, without surgeon, by the modeling file in this fo
 
 @dataclass(frozen=True)
 class Layout:
-    """What is to be written.
+    """The layers to be written.
 
     Attributes:
         reason: why this form, in a sentence for the user.
         layers: the layers of the checkpoint, in order.
         program: the program over those layers, where they do not simply run one after the other.
-        wrapped: what the layers are to stand in, if they are a text decoder's.
+        wrapped: the wrapper that the layers are to stand in, if they are a text decoder's.
     """
 
     form: Form
@@ -47,6 +48,7 @@ class Form(ABC):
 
     Attributes:
         name: as users give it.
+        model_types, mark: config.json of its checkpoints has one of these types, or this entry.
         shipped: the modeling file inside its checkpoints, if they need one.
         widths_differ: whether its layers may differ in width.
         stored_once: whether sublayers that run several times are stored once.
@@ -56,6 +58,8 @@ class Form(ABC):
     """
 
     name: str
+    model_types: tuple[str, ...] = ()
+    mark: str | None = None
     shipped: RemoteCode | None = None
     widths_differ = False
     stored_once = False
@@ -70,17 +74,17 @@ class Form(ABC):
 
     @abstractmethod
     def lay_out(self, program: Program, family: Family, config: Any) -> Layout:
-        """The layers that hold the program exactly.
+        """Lay out the layers that hold the program exactly.
 
         Raises:
             Inexpressible: if there are none, saying why.
         """
 
     def inside(self, wrapped: Wrapped, layout: Layout, family: Family) -> Layout:  # noqa: ARG002
-        """The same layout of a text decoder that stands inside its wrapper.
+        """Return the same layout inside the wrapper of a text decoder.
 
         Raises:
-            Inexpressible: if it cannot, saying why.
+            Inexpressible: if it cannot stand there, saying why.
         """
         if self.shipped is not None:
             raise Inexpressible(
@@ -89,17 +93,14 @@ class Form(ABC):
         return replace(layout, wrapped=wrapped)
 
     def names_inside(self, wrapped: Wrapped) -> tuple[Callable[[str], str], Callable[[str], str]]:
-        """What tensors of a text decoder are called in its wrapper's files; and those around it, by their names now."""
+        """Return how tensors are named in a wrapper's files: the text decoder's, and those around it."""
         return wrapped.stored_name, str
 
     def sources(self, program: Program, family: Family, num_layers: int) -> list[tuple[int, ...]]:  # noqa: ARG002
-        """For each layer of a checkpoint in this form, the original's layers that it is made of.
+        """For each layer of a checkpoint in this form, return the original's layers that it is made of.
 
         Args:
             num_layers: of the original.
-
-        Raises:
-            ValueError: if the form cannot hold the program.
         """
         return [tuple(layer.sources) for layer in stored_layers(program, family.steps_per_layer)]
 
@@ -110,19 +111,16 @@ class Form(ABC):
         dtype: torch.dtype | None,
         factors: FactorSource | None = None,
     ) -> list[PlannedTensor]:
-        """All tensors of the checkpoint, in the order in which a forward pass needs them.
+        """Plan all tensors of the checkpoint, in the order in which a forward pass needs them.
 
         Args:
             dtype: to store floating-point numbers in; None to keep each tensor's own.
             factors: of matrices that the program has a rank for.
-
-        Raises:
-            ValueError: if the original lacks a tensor, or has one that would be left behind.
         """
         return self.planner(original, dtype, factors).plan(layout.layers)
 
     def config(self, original: StoredModel, layout: Layout, tensors: list[PlannedTensor]) -> dict[str, Any]:  # noqa: ARG002
-        """config.json, apart from what names classes: the original's, every per-layer entry following the layers."""
+        """Return config.json without class names: the original's, every per-layer entry following the layers."""
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
         config = copy.deepcopy(original.checkpoint.config)
@@ -141,36 +139,32 @@ class Form(ABC):
         return config | original.family.per_layer_entries(original.config, sources, feed_forwards)
 
     def class_entries(self, original: StoredModel, layout: Layout) -> dict[str, Any]:  # noqa: ARG002
-        """What config.json says of the classes that build the model, and of what they run."""
+        """Return config.json's entries for the classes that build the model, and its program."""
         return {}
 
     # What is in a folder.
 
-    def marks(self, config: dict[str, Any]) -> bool:  # noqa: ARG002
-        """Whether a config.json has this form's mark."""
-        return False
+    def is_marked(self, config: dict[str, Any]) -> bool:
+        """Tell whether a config.json has this form's mark."""
+        return config.get("model_type") in self.model_types or self.mark in config
 
-    @abstractmethod
     def stock_config(self, checkpoint: Checkpoint, family: Family) -> Any:
-        """The `transformers` configuration of a checkpoint, without what names a program or classes in a file."""
+        """Return a checkpoint's `transformers` configuration, without program and remote classes."""
+        return config_beside(checkpoint.config, CONFIG_MAPPING[family.model_type])
 
     def own_program(self, config: Any) -> Program | None:  # noqa: ARG002
-        """What a checkpoint of this configuration runs, where that is not its layers one after the other."""
+        """Return the program of a checkpoint, where it is not its layers one after the other."""
         return None
 
     def model_class(self, stored: StoredModel) -> Any:  # noqa: ARG002
-        """The class that `surgeon.load` builds, whose code is never the folder's own."""
+        """Return the class that `surgeon.load` builds, whose code is never the folder's own."""
         from transformers import AutoModelForCausalLM  # takes seconds, and who only reads configurations does without
 
         return AutoModelForCausalLM
 
     def written_class(self, stored: StoredModel) -> tuple[Any, Any]:
-        """The class that others build, in the modeling file inside the checkpoint if it has one; its configuration."""
-        from transformers import (
-            CONFIG_MAPPING,
-            MODEL_FOR_CAUSAL_LM_MAPPING,
-            MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-        )
+        """Return the class that others build, from the checkpoint's modeling file if any; its configuration."""
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
         wrapped = stored.wrapped
         model_type = stored.config.model_type
@@ -187,17 +181,17 @@ class Form(ABC):
     # How it is used.
 
     def serving(self, stored: StoredModel, serve: str) -> tuple[str, str]:  # noqa: ARG002
-        """How vLLM runs a checkpoint, in a sentence, and what to type, from `vllm serve` with the model's name."""
+        """Say how vLLM runs a checkpoint, and what to type, from `vllm serve` with the model's name."""
         return self.on_vllm, serve if self.shipped is None else f"{serve} --trust-remote-code"
 
 
 def by_transformers(what: str, serve: str) -> tuple[str, str]:
-    """How a checkpoint is served of which vLLM runs no program; `serve` as of `Form.serving`."""
+    """Say how a checkpoint is served without vLLM; `serve` as of `Form.serving`."""
     name = serve.partition(" --")[0].removeprefix("vllm serve ")
     return f"{NOT_ON_VLLM} {what}. transformers does:", f"transformers serve {name} --trust-remote-code"
 
 
 def config_beside(entries: dict[str, Any], config_class: Any) -> Any:
-    """The configuration in the entries of a config.json, of which others name a program, or classes in a file."""
+    """Read the entries of a config.json but for those that name a program, or classes in a file."""
     left_out = ("model_type", "auto_map", PROGRAM_KEY, FAMILY_KEY)
     return config_class.from_dict({key: value for key, value in entries.items() if key not in left_out})

@@ -1,6 +1,6 @@
-"""The fused form: layers of different widths; k of them that run side by side are one that is k times as wide.
+"""The fused form: layers of different widths; k layers side by side are one that is k times as wide.
 
-Its configuration says what the architecture has, in the words of the modeling file inside.
+Its configuration describes the architecture in the words of the modeling file inside.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class FusedPlanner(TensorPlanner):
     """Plans the tensors of the fused form: every family's under the same names, each projection on its own.
 
     Attributes:
-        biases: whether the written projections have a bias, by role. They have where any layer's has, or where a
-            norm's shift has to go somewhere; layers without one get zeros.
+        biases: whether the written projections have a bias, by role: where any layer's has, or a norm's shift goes
+            there; layers without one get zeros.
     """
 
     def __init__(self, original: StoredModel, dtype: torch.dtype | None, factors: FactorSource | None = None) -> None:
@@ -126,7 +126,7 @@ class FusedPlanner(TensorPlanner):
         return tensors
 
     def _weight(self, sublayers: tuple[Sublayer, ...], projection: Projection, weights: ModelWeights) -> Computed:
-        """(out_features, in_features) of all sublayers; float32 where several have their norms' gains folded in."""
+        """Return (out_features, in_features) of all sublayers; float32 where norms' gains are folded in."""
         matrices = [self._matrix(sublayer, projection, weights) for sublayer in sublayers]
         if len(matrices) == 1:
             return matrices[0]
@@ -141,7 +141,7 @@ class FusedPlanner(TensorPlanner):
         return self._folded(matrices, gains, sublayers)
 
     def _folded(self, matrices: list[Tensor], gains: list[Tensor], sublayers: tuple[Sublayer, ...]) -> Iterator[Tensor]:
-        """Rows of all matrices, a block of each in turn, multiplied with a gain per column."""
+        """Yield rows of all matrices, a block of each in turn, multiplied with a gain per column."""
         blocks = self._blocks(sublayers)
         for turn in range(blocks):
             for matrix, gain in zip(matrices, gains, strict=True):
@@ -149,7 +149,7 @@ class FusedPlanner(TensorPlanner):
                     yield rows.to(torch.float32, copy=True).mul_(gain)  # one new tensor, not two
 
     def _bias(self, sublayers: tuple[Sublayer, ...], projection: Projection, weights: ModelWeights) -> Tensor:
-        """(out_features,) of all sublayers; float32 if there are several."""
+        """Return (out_features,) of all sublayers; float32 if there are several."""
         biases = []
         for sublayer in sublayers:
             bias = weights.bias(sublayer, projection.role, averaging_dtype(sublayer))
@@ -169,11 +169,11 @@ class FusedPlanner(TensorPlanner):
         return self._in_turn(biases, sublayers, dim=0)
 
     def _matrix(self, sublayer: Sublayer, projection: Projection, weights: ModelWeights) -> Tensor:
-        """A sublayer's own weight for one projection, (out_features, in_features)."""
+        """Return a sublayer's own weight for one projection, (out_features, in_features)."""
         return weights.matrix(sublayer, projection.role).whole(averaging_dtype(sublayer))
 
     def _head_gains(self, sublayers: tuple[Sublayer, ...], path: str, weights: ModelWeights) -> Tensor:
-        """Gains of the norms of heads, (turns, head_dim), in the order in which the sublayers' heads take turns."""
+        """Return gains of head norms, (turns, head_dim), in the order of the sublayers' turns."""
         blocks = self._blocks(sublayers)
         groups = groups_of(sublayers, self.family.units(self.config)["kv_heads"])
         turns = [count // blocks for count in groups]
@@ -185,15 +185,15 @@ class FusedPlanner(TensorPlanner):
         return self.part(sublayer, f"{spec.stream_norms['norm']}.{part}", weights)
 
     def _in_turn(self, parts: list[Tensor], sublayers: tuple[Sublayer, ...], dim: int) -> Tensor:
-        """Heads (or neurons) of several sublayers along one dimension, a block of each in turn."""
+        """Interleave heads (or neurons) of several sublayers along one dimension, in blocks."""
         blocks = self._blocks(sublayers)
         return torch.cat([part.unflatten(dim, (blocks, -1)) for part in parts], dim + 1).flatten(dim, dim + 1)
 
     def _blocks(self, sublayers: tuple[Sublayer, ...]) -> int:
-        """How many times all sublayers' heads take turns: as often as each has whole KV groups for it.
+        """Count the turns that all sublayers' heads take: as many as each has whole KV groups for.
 
-        So every tensor-parallel rank that gets whole turns has heads of each layer in the same order, and norms of
-        heads need one gain per turn, whichever the rank.
+        So every tensor-parallel rank that gets whole turns has heads of each layer in the same order, and head norms
+        need one gain per turn, whichever the rank.
         """
         if sublayers[0].kind == FEED_FORWARD:
             return 1
@@ -201,7 +201,7 @@ class FusedPlanner(TensorPlanner):
 
 
 def groups_of(sublayers: tuple[Sublayer, ...], units: int) -> list[int]:
-    """How many KV heads, or neurons, each of several sublayers has; a whole one so many."""
+    """Return the KV heads, or neurons, of several sublayers; `units` are a whole one's."""
     widths = [units if sublayer.width is None else sublayer.width for sublayer in sublayers]
     return [width // (one.piece[1] if one.piece else 1) for width, one in zip(widths, sublayers, strict=True)]
 
@@ -227,6 +227,7 @@ class Fused(Form):
     """Layers side by side in one, with the modeling file that builds layers of different widths."""
 
     name = "fused"
+    model_types = (FUSED_FAMILY.model_type, PROGRAM_PREFIX + FUSED_FAMILY.model_type)  # the latter was edited again
     shipped = remote_code.FUSED
     widths_differ = True
     why_code = "its layers differ in width, which no class of transformers allows"
@@ -286,10 +287,6 @@ class Fused(Form):
     def class_entries(self, original: StoredModel, layout: Layout) -> dict[str, Any]:  # noqa: ARG002
         return self.shipped.entries(FUSED_FAMILY.model_type)
 
-    def marks(self, config: dict[str, Any]) -> bool:
-        own = FUSED_FAMILY.model_type
-        return config.get("model_type") in (own, PROGRAM_PREFIX + own)  # the latter was edited again and saved
-
     def stock_config(self, checkpoint: Checkpoint, family: Family) -> Any:
         config = config_beside(checkpoint.config, self.shipped.model_class(family.model_type).config_class)
         config.auto_map = self.shipped.auto_map(family.model_type)
@@ -323,7 +320,7 @@ FUSED = Fused()
 
 
 def fused_config(family: Family, config: Any, layout: Layout, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    """The configuration's entries, apart from those that name classes.
+    """Return the configuration's entries, apart from those that name classes.
 
     Args:
         config: the original's, as `transformers` reads it.

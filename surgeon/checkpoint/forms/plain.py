@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import CONFIG_MAPPING
-
-from surgeon.checkpoint.forms.base import Form, Layout, config_beside
+from surgeon.checkpoint.forms.base import Form, Layout
 from surgeon.checkpoint.forms.planning import PlannedTensor
 from surgeon.checkpoint.forms.stored_layers import (
     Inexpressible,
@@ -15,7 +13,6 @@ from surgeon.checkpoint.forms.stored_layers import (
     require_uniform,
     stored_layers,
 )
-from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.language.program import Program
 from surgeon.models.families import Family
@@ -64,16 +61,9 @@ class Plain(Form):
             entries |= dict.fromkeys(names & entries.keys() or names, value)  # by any name that software knows
         return entries
 
-    def stock_config(self, checkpoint: Checkpoint, family: Family) -> Any:
-        return config_beside(checkpoint.config, CONFIG_MAPPING[family.model_type])
-
 
 def _widths(layer: StoredLayer, family: Family, config: Any) -> dict[str, int]:
-    """The entries of config.json of layers that are narrower than the original's.
-
-    Raises:
-        Inexpressible: if the configuration cannot say it.
-    """
+    """Return config.json's entries for layers that are narrower than the original's."""
     (attention,), (feed_forward,) = layer.attention, layer.feed_forward
     whole = family.units(config)
     entries = {}
@@ -92,11 +82,7 @@ def _widths(layer: StoredLayer, family: Family, config: Any) -> dict[str, int]:
 
 
 def _experts(layers: tuple[StoredLayer, ...], family: Family, config: Any) -> dict[str, int]:
-    """The entries of a configuration of mixtures with fewer experts than the original's.
-
-    Raises:
-        Inexpressible: if some mixtures have others than the rest, or groups of them cannot be chosen from.
-    """
+    """Return the configuration's entries for mixtures with fewer experts than the original's."""
     mixture = family.mixture
     shapes = family.layer_shapes(config)
     if mixture is None:

@@ -1,6 +1,6 @@
-"""The tensors of a checkpoint to be written: their names and shapes at once, their values one at a time when asked for.
+"""The tensors of a checkpoint to be written: names and shapes at once, values one at a time on demand.
 
-Nothing here knows which form they are for; what a form stores in another way than the original, its own planner says.
+Nothing here knows their form; a form that stores tensors in another way than the original has its own planner.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class PlannedTensor:
         rounded: whether storing it may lose digits, because it is computed, or stored more coarsely than it was.
         rows: computes its value, in float32 if it is rounded afterwards: all rows in order, some at a time.
         sources: the stored tensors that it is computed from, in the order in which they are read.
-        blocks: its bytes, where they are those of its only source: it is copied, and never held as a whole.
+        blocks: the bytes of its only source, where it is a copy: it is never held as a whole.
         part_of: the quantised matrix that it holds a part of, by the name that this has for its architecture.
         dequantised: whether it is computed from quantised matrices, and is none any more.
     """
@@ -71,20 +71,15 @@ class PlannedTensor:
 
 
 def carried(files: TensorFiles, name: str) -> PlannedTensor:
-    """A tensor that is written as it is stored, byte for byte."""
+    """Plan a tensor that is written as it is stored, byte for byte."""
+    stored = files[name]
     return PlannedTensor(
-        name,
-        files.shape(name),
-        files.dtype(name),
-        rounded=False,
-        rows=lambda: iter([files.tensor(name)]),
-        sources=(name,),
-        blocks=partial(files.blocks, name),
+        name, stored.shape, stored.dtype, False, rows=stored.rows, sources=(name,), blocks=stored.blocks
     )
 
 
 def some_of(name: str, matrix: Quantised, experts: tuple[int, ...]) -> list[PlannedTensor]:
-    """The tensors that hold some of a quantised stack's experts; none where one of them has several as one.
+    """Plan the tensors of some of a quantised stack's experts; none where one of them has several as one.
 
     Args:
         name: of the stack that they are.
@@ -116,7 +111,7 @@ def _some(matrix: Quantised, ending: str, dim: int, experts: tuple[int, ...]) ->
 
 @dataclass(frozen=True)
 class OfExperts:
-    """Computes what a tensor has of some experts, which lie one after the other in it."""
+    """Computes some experts' part of a tensor, in which they lie one after the other."""
 
     whole: Compute
     experts: tuple[int, ...]
@@ -146,7 +141,7 @@ class TensorPlanner:
         self.unquantised = original.dtype  # of what is computed of quantised matrices
 
     def plan(self, layers: tuple[StoredLayer, ...]) -> list[PlannedTensor]:
-        """All tensors in the order in which a forward pass needs them."""
+        """Plan all tensors in the order in which a forward pass needs them."""
         outside = [name for name in self.source.names() if not name.startswith(self.prefix)]
         embeddings = {path.rpartition(".")[2] for path in self.family.embeddings}
         first = [name for name in outside if embeddings & set(name.split("."))]
@@ -159,14 +154,14 @@ class TensorPlanner:
         return planned + [tensor for name in last for tensor in self._copied(name)]
 
     def _copied(self, name: str) -> list[PlannedTensor]:
-        """A tensor outside the layers; tied embeddings are the embedding, which most software looks for."""
+        """Plan a tensor outside the layers; tied embeddings are the embedding, as most software looks for."""
         embedding = f"{self.family.embedding}.weight"
         names = self.weights.names
         written = names.own(embedding) if name == names.of(embedding) else name
         return self.planned(written, lambda weights: weights.store.tensor(name))
 
     def _sublayer_tensors(self, sublayer: Sublayer) -> Iterator[tuple[str, Compute]]:
-        """A sublayer's tensors by path from the layer, and how each is computed."""
+        """Yield a sublayer's tensors by path from the layer, and how each is computed."""
         # Modules in which some matrix is stored as two factors are taken apart; the others are stored as they are.
         apart = taken_apart(self.weights.spec(sublayer), lambda role: sublayer.rank(role) is not None)
         for path in self.paths(sublayer):
@@ -178,7 +173,7 @@ class TensorPlanner:
         yield from self.apart(sublayer, apart)
 
     def as_stored(self, sublayer: Sublayer, path: str) -> Compute:
-        """How a tensor is computed that is written in the way that its layers store it."""
+        """Return the computation of a tensor that is written in the way that its layers store it."""
         compute = partial(self.part, sublayer, path)
         chosen = sublayer.experts is not None and path in self._by_expert(sublayer)
         if chosen:
@@ -186,7 +181,7 @@ class TensorPlanner:
         return compute
 
     def _of_experts(self, sublayer: Sublayer, path: str) -> str | None:
-        """The path of a tensor of a mixture whose experts that stay count from 0; None if its expert does not stay."""
+        """Return the path of a tensor of kept experts, counted from 0; None if its expert is dropped."""
         assert sublayer.experts is not None
         for stem in filter(None, (one.stored for one in self.weights.spec(sublayer).projections)):
             before, after = self._stored(sublayer, f"{stem.replace('{}', '0')}.weight").split(".0.")
@@ -199,13 +194,13 @@ class TensorPlanner:
         return path
 
     def _stored(self, sublayer: Sublayer, path: str) -> str:
-        """A path from the layer as the source has it."""
+        """Return a path from the layer as the source has it."""
         names = self.weights.names
         prefix = f"{self.family.layers}.{sublayer.layers[0]}."
         return names.own(f"{prefix}{path}").removeprefix(f"{self.prefix}{sublayer.layers[0]}.")
 
     def apart(self, sublayer: Sublayer, apart: list[Projection]) -> Iterator[tuple[str, Compute]]:
-        """The tensors of modules that are taken apart; of a mixture's experts stacked, one after the other."""
+        """Yield the tensors of modules that are taken apart; of experts stacked, one after the other."""
         spec = self.weights.spec(sublayer)
         for projection in apart:
             role = projection.role
@@ -221,10 +216,10 @@ class TensorPlanner:
                 yield place, _each(each, sublayer, partial(_bias, role))
 
     def planned(self, name: str, compute: Compute) -> list[PlannedTensor]:
-        """A tensor of this name; how it is computed is tried on shapes alone.
+        """Plan a tensor of this name; its computation is traced on shapes alone.
 
-        A quantised matrix that is copied stays one: these are the tensors that hold it. What is computed of others is
-        stored in the model's dtype.
+        A quantised matrix that is copied stays one, in the tensors that hold it. A tensor computed of others is stored
+        in the model's dtype.
         """
         outline, read = self.outlines.trace(compute)
         sources = tuple(read)
@@ -250,15 +245,13 @@ class TensorPlanner:
                 rounded=torch.promote_types(outline[0].dtype, dtype) != dtype,
                 rows=lambda: _rows(compute(self.weights)),
                 sources=sources,
-                blocks=partial(self.source.blocks, sources[0])
-                if whole and not matrices and dtype == original
-                else None,
+                blocks=self.source[sources[0]].blocks if whole and not matrices and dtype == original else None,
                 dequantised=bool(matrices),
             )
         ]
 
     def paths(self, sublayer: Sublayer) -> list[str]:
-        """Paths from the layer of the sublayer's tensors, without buffers."""
+        """Return paths from the layer of the sublayer's tensors, without buffers."""
         spec = self.family.spec(sublayer.kind, sublayer.layers[0])
         prefix = f"{self.prefix}{sublayer.layers[0]}."
         names = [name.removeprefix(prefix) for name in self.source.names() if name.startswith(prefix)]
@@ -282,7 +275,7 @@ class TensorPlanner:
         return [name for name in own if name.rpartition(".")[2] not in BUFFERS or name.rpartition(".")[0] in modules]
 
     def _roots(self, spec: SublayerSpec) -> tuple[str, ...]:
-        """What the names of a sublayer's tensors begin with, behind those of the layer."""
+        """Return the prefixes of a sublayer's tensors, behind those of the layer."""
         roots = _roots(spec)
         return roots + tuple(
             stored + root.removeprefix(own)
@@ -292,14 +285,14 @@ class TensorPlanner:
         )
 
     def part(self, sublayer: Sublayer, path: str, weights: ModelWeights) -> Tensor:
-        """One tensor of an unsliced sublayer as its layers store it; in float32 if it is their average."""
+        """Return one tensor of an unsliced sublayer as its layers store it; an average in float32."""
         if len(sublayer.layers) == 1:
             return weights.stored(sublayer, path)
         tensors = (weights.tensor(f"{self.family.layers}.{layer}.{path}") for layer in sublayer.layers)
         return mean(tensors, averaging_dtype(sublayer))
 
     def _by_expert(self, sublayer: Sublayer) -> set[str]:
-        """The paths of tensors that have something of each of a mixture's experts, where it keeps some of them."""
+        """Return paths of tensors with a part for each of a mixture's experts, if it keeps some."""
         spec = self.weights.spec(sublayer)
         if spec.mixture is None or sublayer.experts is None:
             return set()
@@ -329,7 +322,7 @@ class ModulePlanner(TensorPlanner):
         yield from self.apart(sublayer, apart)
 
     def _quantised(self, sublayer: Sublayer, projections: list[Projection]) -> list[tuple[str, Compute]]:
-        """A parameter that is stored as the module has it, and quantised; nothing if it is not, or changes."""
+        """Return a quantised parameter that stays as it is stored; empty if there is none."""
         like = projections[0]
         layer, *others = sublayer.layers
         stored = [path for path in (like.weight, like.bias) if f"{self.prefix}{layer}.{path}" in self.source]
@@ -349,9 +342,9 @@ class ModulePlanner(TensorPlanner):
 
 
 class _Outlines:
-    """The source's tensors and factors without values: what is computed of them has its shape and dtype, and no more.
+    """The source's tensors and factors without values, by which computations are traced.
 
-    A store and a source of factors (and units) of its own `ModelWeights`, which knows what is read of it.
+    A store and a source of factors (and units) of its own `ModelWeights`, which records reads.
     """
 
     def __init__(self, source: Checkpoint, family: Family, head_dim: int) -> None:
@@ -364,7 +357,7 @@ class _Outlines:
         self.weights = ModelWeights(self, family, head_dim, self)
 
     def trace(self, compute: Compute) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """What is computed, some rows at a time, and the stored tensors that this takes, in the order of reading."""
+        """Return a computation's rows, and the stored tensors that it takes, in the order of reading."""
         self._read = {}
         return list(_rows(compute(self.weights))), self._read
 
@@ -391,7 +384,7 @@ class _Outlines:
 def _each(
     experts: tuple[Sublayer, ...] | None, sublayer: Sublayer, compute: Callable[[Sublayer, ModelWeights], Tensor]
 ) -> Compute:
-    """What is computed of a sublayer; or of a mixture's experts, stacked, one at a time."""
+    """Compute something of a sublayer; or of a mixture's experts, stacked, one at a time."""
     if experts is None:
         return partial(compute, sublayer)
     return lambda weights: (compute(expert, weights)[None] for expert in experts)
@@ -400,7 +393,7 @@ def _each(
 def _packed(
     spec: SublayerSpec, projections: list[Projection], path: str, sublayer: Sublayer, weights: ModelWeights
 ) -> Tensor:
-    """A parameter of the module that some projections are packed in; of a mixture, one expert's part of it."""
+    """Return a module's parameter that some projections are packed in; of a mixture, one expert's part of it."""
     tensors: Tensors = {}
     for projection in projections:
         found = weights.matrix_tensors(sublayer, projection.role, None)
@@ -412,7 +405,7 @@ def _packed(
 
 
 def _beside(sublayer: Sublayer, name: str, weights: ModelWeights) -> Tensor:
-    """A tensor of a mixture that is no projection's."""
+    """Return a tensor of a mixture that is no projection's."""
     return (weights.norms(sublayer) | weights.router(sublayer))[name]
 
 
@@ -434,7 +427,7 @@ def _bias(role: str, sublayer: Sublayer, weights: ModelWeights) -> Tensor:
 
 
 def averaging_dtype(sublayer: Sublayer) -> torch.dtype | None:
-    """Averages are computed, and rounded when they are written; what is not averaged keeps its own dtype."""
+    """Return float32 for averages, which are rounded when they are written; None for other sublayers."""
     if len(sublayer.layers) > 1:
         return torch.float32
     return None
@@ -447,7 +440,7 @@ def _rows(computed: Computed) -> Iterator[Tensor]:
 
 
 def joined(rows: list[Tensor]) -> Tensor:
-    """All rows of a tensor, which are not copied where they come as one."""
+    """Join all rows of a tensor, without a copy where they come as one."""
     if len(rows) == 1:
         return rows[0]
     return torch.cat(rows)

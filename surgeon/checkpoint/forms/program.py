@@ -8,14 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]
 
 from surgeon.checkpoint import remote_code
-from surgeon.checkpoint.forms.base import BY_THE_FILE, NOT_ON_VLLM, Form, Layout, by_transformers, config_beside
+from surgeon.checkpoint.forms.base import BY_THE_FILE, NOT_ON_VLLM, Form, Layout, by_transformers
 from surgeon.checkpoint.forms.planning import ModulePlanner, PlannedTensor
 from surgeon.checkpoint.forms.stored_layers import Inexpressible, StoredLayer, require_divisible
-from surgeon.checkpoint.read import Checkpoint, Wrapped
+from surgeon.checkpoint.read import Wrapped
 from surgeon.checkpoint.remote_code import FAMILY_KEY
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.language.program import Program
@@ -26,9 +26,10 @@ from surgeon.models.weights import FactorSource, Group, Groups, leave_out, make_
 
 
 class ProgramForm(Form):
-    """What any program can be stored in."""
+    """Layers as they are, with a program that a modeling file runs."""
 
     name = "program"
+    mark = PROGRAM_KEY
     shipped = remote_code.PROGRAM
     planner = ModulePlanner
     stored_once = True
@@ -117,12 +118,6 @@ class ProgramForm(Form):
         scaled = {} if scale is None else {"logit_scale": scale}
         return self.shipped.entries(family.model_type) | runs | scaled
 
-    def marks(self, config: dict[str, Any]) -> bool:
-        return PROGRAM_KEY in config
-
-    def stock_config(self, checkpoint: Checkpoint, family: Family) -> Any:
-        return config_beside(checkpoint.config, CONFIG_MAPPING[family.model_type])
-
     def model_class(self, stored: StoredModel) -> Any:
         return with_room(MODEL_FOR_CAUSAL_LM_MAPPING[type(stored.config)], stored)
 
@@ -144,7 +139,7 @@ PROGRAM = ProgramForm()
 
 
 def needs_plugin(program: Program, family: Family, config: Any, num_layers: int) -> str | None:
-    """Why unmodified vLLM cannot run a program on several ranks; None if it can.
+    """Say why unmodified vLLM cannot run a program on several ranks; None if it can.
 
     Its transformers backend runs the stock decoder with projections that are each divided by columns, by rows or not at
     all, as the modeling file's plan says.
@@ -171,7 +166,7 @@ def needs_plugin(program: Program, family: Family, config: Any, num_layers: int)
 
 
 def family_row(family: Family, config: Any) -> dict[str, Any]:
-    """What config.json tells the modeling file of an architecture; `Family` there says what each entry is."""
+    """Describe an architecture to the modeling file, in config.json; `Family` there explains the entries."""
     specs = family.specs()
     projections = list(dict.fromkeys(p for spec in specs for p in spec.projections if not p.stacked))
     reads = list(dict.fromkeys(p.path for p in projections if p.reads_stream))
@@ -225,7 +220,7 @@ def _mixture_row(family: Family) -> dict[str, Any] | None:
 
 
 def with_room(stock: Any, stored: StoredModel) -> Any:
-    """A stock class whose models have the factors, the narrower layers and the fewer experts that are stored."""
+    """Return a stock class whose models have the stored factors, narrower layers and fewer experts."""
     as_wide = all(one.width is None and one.experts is None for one in stored.program.sublayers())
     gone = unstored(stored.weights, stored.program, stored.num_layers)
     if as_wide and not gone and not stored.weights.has_factors():
@@ -240,14 +235,14 @@ def with_room(stock: Any, stored: StoredModel) -> Any:
 
 
 def _shares(family: Family, config: Any, path: str) -> list[int]:
-    """How wide the projections are that lie side by side in a module, in the smallest whole numbers."""
+    """Return the widths of projections that lie side by side in a module, in the smallest whole numbers."""
     projections = [p for spec in family.specs() for p in spec.projections if p.path == path]
     widths = [family.units(config)[p.unit] for p in projections]
     return [width // math.gcd(*widths) for width in widths]
 
 
 def _held(group: Group, kind: str, family: Family) -> Sublayer:
-    """What a stored layer has of a kind; beside an average that runs alone a mixture of its first layer."""
+    """Return a stored layer's sublayer of a kind; beside an average that runs alone a mixture of its first layer."""
     held = group.sublayer(kind)
     alone = family.mixture is not None and kind not in group.used  # of mixtures there are no averages
     if alone:
@@ -256,5 +251,5 @@ def _held(group: Group, kind: str, family: Family) -> Sublayer:
 
 
 def _groups(program: Program) -> Groups:
-    """The layers that the program's sublayers are stored as, in the original's order."""
+    """Return the layers that the program's sublayers are stored as, in the original's order."""
     return Groups(sorted(program.sublayers(), key=lambda sublayer: sublayer.layers), by_count=False)

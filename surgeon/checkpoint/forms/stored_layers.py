@@ -1,4 +1,4 @@
-"""Programs as layers to be stored: which sublayers each of them holds, and what keeps a program from having any."""
+"""Programs as layers to be stored, or the reason why a program has no such layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from surgeon.models.weights.layout import narrowed, require_parts
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """One layer of the written checkpoint: the sublayers that lie side by side in it; of one kind there may be none."""
+    """A layer of the written checkpoint: the sublayers side by side in it; of one kind there may be none."""
 
     attention: tuple[Sublayer, ...]
     feed_forward: tuple[Sublayer, ...]
@@ -26,17 +26,17 @@ class StoredLayer:
 
     @property
     def has_stock_width(self) -> bool:
-        """Whether it is as wide as the layers of the original."""
+        """True if it is as wide as the layers of the original."""
         return self.is_single and all(one.width is None and one.experts is None for one in self.sublayers)
 
     @property
     def is_single(self) -> bool:
-        """Whether it is one attention and one feed-forward, each unsliced."""
+        """True if it is one attention and one feed-forward, each unsliced."""
         return all(len(side) == 1 and side[0].piece is None for side in (self.attention, self.feed_forward))
 
     @property
     def lacks(self) -> list[str]:
-        """What it has none of, in the words of `transformers`."""
+        """The kinds that it has none of, in the words of `transformers`."""
         sides = {"attention": self.attention, "mlp": self.feed_forward}
         return [name for name, side in sides.items() if not side]
 
@@ -51,7 +51,7 @@ class Inexpressible(ValueError):
 
 
 def stored_layers(program: Program, steps_per_layer: int, partly: bool = False) -> tuple[StoredLayer, ...]:
-    """The program as layers of one attention step and one feed-forward step each, or of one step that holds both.
+    """Divide the program into layers of an attention and a feed-forward step, or of one step with both.
 
     Args:
         partly: whether layers may lack one of the two.
@@ -74,7 +74,7 @@ def stored_layers(program: Program, steps_per_layer: int, partly: bool = False) 
 
 
 def per_layer_lists(family: Family, config: Any, stored: dict[str, Any]) -> dict[str, list[Any]]:
-    """The configuration's lists with one entry per layer, by key.
+    """Return the configuration's lists with one entry per layer, by key.
 
     Args:
         config: as `transformers` reads it, which fills in some of them for some architectures.
@@ -92,7 +92,7 @@ def per_layer_lists(family: Family, config: Any, stored: dict[str, Any]) -> dict
 
 
 def require_uniform(layers: tuple[StoredLayer, ...], family: Family, lists: dict[str, list[Any]]) -> None:
-    """What is stored as one layer must come from layers whose entries in per-layer lists agree."""
+    """Refuse layers stored as one whose entries in per-layer lists differ."""
     for key, values in lists.items():
         for layer in layers:
             # What says how far attention looks must be the same in the layers that an attention is made of.
@@ -104,12 +104,7 @@ def require_uniform(layers: tuple[StoredLayer, ...], family: Family, lists: dict
 
 
 def require_divisible(sublayers: Iterable[Sublayer], family: Family, config: Any) -> None:
-    """Every slice must get a whole number of heads and neurons.
-
-    Raises:
-        ValueError: naming the sublayer, its heads or neurons, and the number of slices; or if it is to have more of
-            them than the layers, or a part of what is kept as it is.
-    """
+    """Refuse slices without a whole number of heads and neurons."""
     for sublayer in sublayers:
         units = family.units(config, sublayer.layers[0])
         spec = family.spec(sublayer.kind, sublayer.layers[0])
@@ -129,7 +124,7 @@ def _step_of_a_layer(node: Node) -> Step:
 
 
 def _partly_there(steps: list[Step]) -> Iterator[StoredLayer]:
-    """Layers of an attention step and the feed-forward step behind it, or of one of them where the other is not."""
+    """Yield layers of an attention step and the feed-forward step behind it, or of one of them alone."""
     attention: tuple[Sublayer, ...] = ()
     for step in steps:
         kinds = {sublayer.kind for sublayer in step.sublayers}

@@ -1,9 +1,7 @@
 """The modeling files that travel inside exported checkpoints: short, and needing only torch and transformers.
 
-Neither names an architecture: the fused form's file builds one of its own, and the program form's makes the classes for
-any that `transformers` has, which config.json describes.
-
-What config.json of a checkpoint in the program form says, for a Llama (`model_type` "llama", class `LlamaConfig`):
+The fused form's file builds an architecture of its own. The program form's makes the classes for any architecture of
+`transformers`, as config.json describes it; for a Llama (`model_type` "llama", class `LlamaConfig`):
 
     model_type       "surgeon_llama": no stock class takes it, so that loading without trust_remote_code is refused
                      (as "llama" it would silently run the unedited layers)
@@ -11,18 +9,16 @@ What config.json of a checkpoint in the program form says, for a Llama (`model_t
     auto_map         AutoConfig, AutoModel and AutoModelForCausalLM: ProgramLlamaConfig, ProgramLlamaModel and
                      ProgramLlamaForCausalLM of modeling_surgeon_program.py
     surgeon_program  the program's text, over the stored layers
-    logit_scale      what logits are multiplied by, where they are: vLLM's name for it
-    surgeon_family   where a layer of the architecture has its sublayers, and how the decoder calls it (`Family` in the
-                     modeling file)
-    the rest         as in the original's, `num_hidden_layers` and lists with one entry per layer following the stored
-                     layers
+    logit_scale      the factor of logits, if any: vLLM's name for it
+    surgeon_family   where a layer has its sublayers, and how the decoder calls it (`Family` in the modeling file)
+    the rest         the original's, `num_hidden_layers` and lists with one entry per layer following the stored layers
 
 Inside a wrapper (`model_type` "mistral3") it is "surgeon_mistral3", and the classes are ProgramMistral3Config and
 ProgramMistral3ForImageTextToText, for AutoModelForImageTextToText.
 
-`ProgramLlamaConfig` is `LlamaConfig` but for its `model_type`, and so for every architecture. Without running the file:
-take "surgeon_" off the `model_type`, leave out `auto_map` and what begins with "surgeon_", and read the rest as the
-stock configuration, as `surgeon.checkpoint.config.read_config` does.
+`ProgramLlamaConfig` is `LlamaConfig` but for its `model_type`. To read it without running the file: take "surgeon_" off
+the `model_type`, leave out `auto_map` and entries that begin with "surgeon_", and read the rest as the stock
+configuration, as `surgeon.checkpoint.config.read_config` does.
 """
 
 from __future__ import annotations
@@ -45,13 +41,12 @@ if TYPE_CHECKING:  # takes seconds, and ranks do without
 
 @dataclass(frozen=True)
 class RemoteCode:
-    """One modeling file, and its classes by architecture.
+    """A modeling file, and its classes by architecture.
 
     Attributes:
         module: the file's name without .py, the same here and in a checkpoint.
-        stem: of a `model_type`, without the prefix, what its classes' names begin with; Config, Model or ForCausalLM
-            follows.
-        prefix: what its checkpoints put before the original's `model_type`.
+        stem: the beginning of its classes' names for a `model_type`; Config, Model or ForCausalLM follows.
+        prefix: of its checkpoints' `model_type`, before the original's.
     """
 
     module: str
@@ -64,11 +59,11 @@ class RemoteCode:
         return Path(__file__).with_name(f"{self.module}.py")
 
     def class_name(self, model_type: str, around: bool = False) -> str:
-        """The name of the class with a language-model head; `around` as of `auto_map`."""
+        """Return the name of the class with a language-model head; `around` as of `auto_map`."""
         return f"{self.stem(model_type)}{AROUND if around else 'ForCausalLM'}"
 
     def auto_map(self, model_type: str, around: bool = False) -> dict[str, str]:
-        """The `auto_map` of a checkpoint's config.json.
+        """Return the `auto_map` of a checkpoint's config.json.
 
         Args:
             around: whether the architecture is a wrapper around the text decoder.
@@ -79,7 +74,7 @@ class RemoteCode:
         return {auto: f"{self.module}.{self.stem(model_type)}{suffix}" for auto, suffix in suffixes.items()}
 
     def entries(self, model_type: str, around: bool = False) -> dict[str, Any]:
-        """What a checkpoint's config.json says of the classes; `around` as of `auto_map`."""
+        """Return config.json's entries for the classes; `around` as of `auto_map`."""
         return {
             "architectures": [self.class_name(model_type, around)],
             "auto_map": self.auto_map(model_type, around),
@@ -87,7 +82,7 @@ class RemoteCode:
         }
 
     def model_class(self, model_type: str, folder: Path | None = None, around: bool = False) -> type[PreTrainedModel]:
-        """The class with a language-model head: this package's own, or that of the file's copy in a folder.
+        """Return the class with a language-model head: this package's, or that of a folder's copy.
 
         Args:
             around: as of `auto_map`.

@@ -36,7 +36,7 @@ MASKS: Any = {"full_attention": create_causal_mask, "sliding_attention": create_
 
 
 class SurgeonFusedConfig(PreTrainedConfig):
-    """What the layers consist of; the widths are those of the layers that `per_layer_config` does not name."""
+    """Sizes and flags of the layers; the widths are those of layers that `per_layer_config` does not name."""
 
     model_type = "surgeon_fused"
     keys_to_ignore_at_inference = [CACHE]
@@ -105,7 +105,7 @@ class SurgeonFusedConfig(PreTrainedConfig):
 
 
 def make_norm(config: Any) -> nn.Module:
-    """The norm that the stream goes through before a sublayer."""
+    """Make the norm of the stream before a sublayer."""
     return NORMS[config.norm](config.hidden_size, eps=config.norm_eps)
 
 
@@ -227,7 +227,7 @@ class FusedMLP(nn.Module):
 
 
 class FusedLayer(GradientCheckpointingLayer):
-    """A layer; each of its two sublayers may be as wide as several, or not be there."""
+    """A layer, either of whose sublayers may be as wide as several, or missing."""
 
     def __init__(self, config: Any, index: int) -> None:
         super().__init__()
@@ -260,14 +260,14 @@ class FusedLayer(GradientCheckpointingLayer):
         return attended + self.dropout(self.scaled(added))
 
     def scaled(self, added: Tensor) -> Tensor:
-        """What a sublayer adds, times its factor."""
+        """Scale a sublayer's output."""
         if self.scale == 1.0:
             return added
         return added * self.scale
 
 
 class SurgeonFusedPreTrainedModel(PreTrainedModel):
-    """What `transformers` wants to know about the model."""
+    """Facts about the model for `transformers`."""
 
     config_class = SurgeonFusedConfig
     base_model_prefix = "model"

@@ -80,7 +80,7 @@ class Family(NamedTuple):
 
 
 def family_in(config: Any) -> Family:
-    """The architecture that a config describes."""
+    """Return the architecture that a config describes."""
     row = getattr(config, "surgeon_family", None)
     if not isinstance(row, dict) or set(row) != set(Family._fields):
         fields = ", ".join(Family._fields)
@@ -117,7 +117,7 @@ TOKEN = re.compile(r"[\[\]{}|>]|[AF]\d+(?:!e\d+(?:,e\d+)*)?(?:#\d+)?(?:/\d+:\d+)
 
 
 def parse(text: Any) -> list[Any]:
-    """The steps and forks of a program."""
+    """Parse a program's text to steps and forks."""
     if not isinstance(text, str):
         raise ValueError(f"surgeon_program must be a text, as in 'A0 F0 >A1 >F1', not {text!r}")
     tokens = TOKEN.findall(text)
@@ -164,7 +164,7 @@ def _sublayer(name: str) -> Sublayer:
 
 
 def sublayers(nodes: list[Any]) -> Iterator[Sublayer]:
-    """Every sublayer in the order in which they run."""
+    """Yield every sublayer in the order in which they run."""
     for node in nodes:
         if isinstance(node, Step):
             yield from node.sublayers
@@ -174,7 +174,7 @@ def sublayers(nodes: list[Any]) -> Iterator[Sublayer]:
 
 
 def in_stock_order(nodes: list[Any], steps: int, layers: int) -> bool:
-    """Whether the program is what the stock decoder does: every layer whole, one after the other."""
+    """Tell whether the program is the stock decoder's: every layer whole, one after the other."""
     names = [[(kind, layer) for kind in "AF"] for layer in range(layers)]
     stock = names if steps == 1 else [[name] for layer in names for name in layer]
     plain = all(isinstance(node, Step) and not node.late for node in nodes)
@@ -182,7 +182,7 @@ def in_stock_order(nodes: list[Any], steps: int, layers: int) -> bool:
 
 
 def part(features: Tensor, piece: tuple[int, int], shares: tuple[int, ...] = (1,), dim: int = -1) -> Tensor:
-    """What a slice has of the features of projections that lie side by side; shares say how wide each of them is."""
+    """Return a slice's features of projections that lie side by side, whose widths are to each other as shares."""
     index, count = piece
     width = features.shape[dim] // sum(shares)
     parts = [each.chunk(count, dim)[index] for each in features.split([width * share for share in shares], dim)]
@@ -277,7 +277,7 @@ class Experts(nn.Module):
         self.whole = [bare]  # in a list, so that it is not registered
 
     def maps(self, role: str, expert: int) -> list[tuple[Tensor, Tensor | None]]:
-        """An expert's map, or two maps one after the other: matrices (out, in), biases."""
+        """Return an expert's map, or two maps one after the other: matrices (out, in), biases."""
         own: Any = self._modules.get(role)
         if own is not None:
             return own.maps(expert)  # type: ignore[no-any-return]
@@ -298,14 +298,14 @@ class Experts(nn.Module):
         return total
 
     def count(self) -> int:
-        """How many there are."""
+        """Number of experts."""
         of = self if self._modules else self.whole[0]
         if isinstance(of, Experts) and of is not self:
             return of.count()
         return len(next(of.parameters()))
 
     def made(self, expert: int, x: Tensor) -> Tensor:
-        """What one expert makes of tokens."""
+        """Compute one expert's output of tokens."""
         *reading, writing = (role for role, _ in self.mixture["roles"])
         read = []
         for role in reading:
@@ -344,7 +344,7 @@ class Stack(nn.Module):
 
 
 def stock_map(whole: Any, mixture: dict[str, Any], role: str, which: Any) -> tuple[Tensor, Tensor | None]:
-    """A matrix (out, in) and a bias of an expert, or of all of them, as the stock module has them."""
+    """Return a matrix (out, in) and a bias of an expert, or of all, as the stock module has them."""
     name = dict(mixture["roles"])[role]
     packed = [one for one, place in mixture["roles"] if place == name]
     weight = getattr(whole, name)[which]
@@ -361,7 +361,7 @@ def stock_map(whole: Any, mixture: dict[str, Any], role: str, which: Any) -> tup
 
 
 def gate_of(whole: Any) -> Any:
-    """What a stock module makes of gates and values."""
+    """Return the stock module's function of gates and values."""
     if isinstance(whole, Experts):
         return gate_of(whole.whole[0])
     if hasattr(whole, "_apply_gate"):
@@ -384,7 +384,7 @@ def leave_experts(layer: nn.Module, mixture: dict[str, Any], count: int) -> None
 
 
 def has(layer: nn.Module, path: str) -> bool:
-    """Whether there is something at a path; layers may differ (a dense one among mixtures)."""
+    """Tell whether there is something at a path; layers may differ (a dense one among mixtures)."""
     try:
         return attrgetter(path)(layer) is not None
     except AttributeError:
@@ -429,12 +429,12 @@ def narrow(layer: nn.Module, family: Family, kind: str, width: int) -> None:
 
 
 def by_head(family: Family) -> list[str]:
-    """Paths of parameters that have something for each head."""
+    """Return paths of parameters with an entry for each head."""
     return [f"{path}.weight" for path in family.feature_norms] + [path for path in (family.sinks,) if path]
 
 
 def sizes_of(linear: Any) -> tuple[int, int]:
-    """How many inputs and outputs a projection has."""
+    """Return a projection's numbers of inputs and outputs."""
     inputs, outputs = linear.weight.shape if isinstance(linear, Conv1D) else linear.weight.shape[::-1]
     return inputs, outputs
 
@@ -461,7 +461,7 @@ def factorise(layer: nn.Module, family: Family, sublayer: Sublayer) -> None:
 
 
 def linear(inputs: int, outputs: int, rank: int | None, bias: bool) -> nn.Module:
-    """A projection, as two factors if it has a rank."""
+    """Make a projection, as two factors if it has a rank."""
     if rank is None:
         return nn.Linear(inputs, outputs, bias=bias)
     return Factored(inputs, outputs, rank, bias)
@@ -504,7 +504,7 @@ def plan_of(layers: nn.ModuleList, path: str, family: Family) -> dict[str, str]:
 
 
 def is_plain(module: Any) -> bool:
-    """Whether calling the module is nothing but a matrix product with a weight that is there."""
+    """Tell whether calling the module is a matrix product with a weight that is there."""
     changed = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
     linear = type(module) in (nn.Linear, Conv1D) and type(module.weight) is nn.Parameter
     return linear and not changed and not module.weight.is_meta
@@ -534,7 +534,7 @@ class ProgramLayers(nn.Module):
         self.slot_layers = [*attended, *(attended[:1] or [0])] if self.counts_apart else attended
 
     def attention(self, layer: int) -> dict[str, Any]:
-        """Which kind of attention a layer has."""
+        """Return a layer's kind of attention."""
         return attention_in(self.get_submodule(str(layer)), self.family)
 
     def __len__(self) -> int:
@@ -560,7 +560,7 @@ class ProgramLayers(nn.Module):
         return stream
 
     def run(self, nodes: list[Any], stream: Tensor, slots: Any) -> tuple[Tensor, Tensor]:
-        """The stream after the nodes, and the sum of what they added to it."""
+        """Run nodes; return the stream, and the sum of their additions to it."""
         added: Any = 0
         pending: Any = 0  # the previous node's output, not yet in the stream
         for node in nodes:
@@ -575,7 +575,7 @@ class ProgramLayers(nn.Module):
         return stream + pending, added + pending
 
     def compute(self, sublayer: Sublayer, stream: Tensor, slots: Any) -> Tensor:
-        """What one sublayer adds to the stream, recomputed while training if gradient checkpointing is on."""
+        """Compute a sublayer's addition to the stream, again in the backward pass under checkpointing."""
         slot, arguments = next(slots) if sublayer.kind == "A" else (None, {})
         if not (self.gradient_checkpointing and self.training):
             return self.output(sublayer, slot, arguments, stream)
@@ -623,7 +623,7 @@ class ProgramLayers(nn.Module):
                 set_at(layer, path, whole)
 
     def narrowed(self, path: str, whole: Any, piece: Any) -> Any:
-        """What stands in for a projection or a count while a slice runs."""
+        """Make the stand-in for a projection or a count while a slice runs."""
         if hasattr(getattr(whole, "weight", None), "placements"):
             raise ValueError(
                 "slices are of whole matrices, and tensor parallelism has divided them; leave distributed_config out, "
@@ -649,7 +649,7 @@ def set_at(root: Any, path: str, value: Any) -> None:
 
 
 class RunsProgram(nn.Module):
-    """Comes before a stock model class, and makes it run the program."""
+    """Mixin before a stock model class, which makes it run the program."""
 
     config: Any
     _tp_plan: Any
@@ -688,7 +688,7 @@ class RunsProgram(nn.Module):
         describe_slots(config, running)
 
     def planned(self, path: str, layers: nn.ModuleList) -> dict[str, str]:
-        """The stock plan for tensor-parallel ranks, with factors in it."""
+        """Return the stock plan for tensor-parallel ranks, with factors in it."""
         stock: dict[str, str] = self._tp_plan or {}
         if self.family.counts or self.family.feature_norms or self.family.mixture is not None:
             return stock  # modules that go by the number, or by the norm, of all heads cannot have those of a rank
@@ -698,14 +698,14 @@ class RunsProgram(nn.Module):
         return {name: style for name, style in stock.items() if name not in ours} | plan_of(layers, path, self.family)
 
     def refuse_collecting(self, decoder: nn.Module, args: Any, given: dict[str, Any]) -> None:  # noqa: ARG002
-        """Refuse what only whole layers could give."""
+        """Refuse outputs that only whole layers have."""
         for name in ("output_hidden_states", "output_attentions")[: 1 + self.family.returns_tuple]:
             if given.get(name, getattr(self.config, name, False)):
                 raise ValueError(f"{name} is not supported: a model that runs a program has no layers to collect from")
 
 
 class KeepsProgram:
-    """Comes before a stock configuration class: written out, per-layer entries describe the stored layers."""
+    """Mixin before a stock configuration class: written out, per-layer entries describe the stored layers."""
 
     def to_dict(self) -> dict[str, Any]:
         written: dict[str, Any] = super().to_dict()  # type: ignore[misc]
@@ -742,7 +742,7 @@ def define_classes(stock: type) -> dict[str, type]:
 
 
 def __getattr__(name: str) -> Any:
-    """The classes of an architecture, made when one of them is first asked for."""
+    """Make the classes of an architecture when one of them is first asked for."""
     match = re.fullmatch(r"Program(\w+?)(Config|Model|ForCausalLM|ForImageTextToText)", name)
     stock = f"{match[1]}Config" if match else None
     for model_type, config_name in CONFIG_MAPPING_NAMES.items():

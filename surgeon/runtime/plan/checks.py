@@ -15,7 +15,7 @@ from typing import Any, Unpack, get_args
 
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from surgeon.checkpoint.load import open_stored
+from surgeon.checkpoint.config import open_stored
 from surgeon.checkpoint.read import read_json
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.errors import did_you_mean, first_line, shown

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from surgeon.checkpoint.belongings import CODAS
 from surgeon.checkpoint.codas import INDEX, read_codas
-from surgeon.checkpoint.load import open_stored
+from surgeon.checkpoint.config import open_stored
 from surgeon.checkpoint.stored import StoredModel
 from surgeon.checkpoint.tensor_file import TensorFiles
 from surgeon.errors import shown

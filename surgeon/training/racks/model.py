@@ -25,7 +25,7 @@ from surgeon.checkpoint.tensor_file import read_header
 from surgeon.checkpoint.training import layers_by_recipe
 from surgeon.errors import first_line
 from surgeon.exports.on_demand import build_empty
-from surgeon.exports.stock import stock_layers_of, stock_model
+from surgeon.exports.stock import stock_model
 from surgeon.language.program import Node, Program
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.edit import edit
@@ -202,9 +202,8 @@ def tensors_of(model: PreTrainedModel) -> ModelTensors:
     Raises:
         ValueError: if a layer holds what its architecture does not have.
     """
-    stock = stock_layers_of(model)
     prefix = f"{family_of(model.config).layers}."
-    with stock_model(model, stock):
+    with stock_model(model) as stock:
         config = copy.deepcopy(model.config)
     named = model.named_parameters(remove_duplicate=False)
     others = {name: one.detach() for name, one in named if not name.startswith(prefix)}

@@ -13,7 +13,7 @@ from surgeon.analysis.engine import memory
 from surgeon.analysis.engine.measure import MeasureOptions, measure
 from surgeon.analysis.engine.memory import streaming_room, windows_at_once, working_bytes
 from surgeon.analysis.engine.sharing import SharedPlan, share
-from surgeon.checkpoint.streamed import load_streamed, streamed_layers
+from surgeon.checkpoint.load import load_streamed, streamed_layers
 from surgeon.language.program import Program
 from surgeon.memory import FREE_SHARE
 from surgeon.quality.head import ByWindow, OutputHead

@@ -17,7 +17,7 @@ from surgeon.analysis.factors import make_factors as making_module
 from surgeon.analysis.factors.factor_plan import FactorFolder, FactorPlan, Making, plan_factors
 from surgeon.analysis.factors.make_factors import make_factors
 from surgeon.analysis.factors.matrices import Matrix
-from surgeon.checkpoint.streamed import load_streamed
+from surgeon.checkpoint.load import load_streamed
 from surgeon.language.operations.lowrank import Calibration
 from surgeon.language.program import Program
 from surgeon.language.recipe import parse_recipe

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from surgeon.beside import torch_threads
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm.collectives import Alone
@@ -19,6 +18,7 @@ from surgeon.runtime.kernels.functions import kernels
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.linear import Panels, Transposed
 from surgeon.runtime.plan.checks import make_plan
+from surgeon.threads import torch_threads
 
 FAMILIES = ("llama", "qwen3", "gemma2", "opt", "gpt_neox", "phi3", "gpt_neo", "smollm3", "granite", "mistral")
 FAMILIES += ("gemma3_text", "olmo3")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from surgeon.exports.saving import edit
+from surgeon.exports.in_memory import edit
 from surgeon.runtime.batching.request import Request, Sampling
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.plan.checks import make_plan

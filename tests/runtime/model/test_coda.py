@@ -11,8 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from surgeon.exports.in_memory import export
-from surgeon.exports.saving import edit
+from surgeon.exports.in_memory import edit, export
 from surgeon.runtime.batching.request import Request, Sampling, Tally
 from surgeon.runtime.batching.scheduler import Limits, Output
 from surgeon.runtime.comm.collectives import Alone

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgeon.exports.saving import edit
+from surgeon.exports.in_memory import edit
 from surgeon.language.operations import desync, fuse_attention_mlp, pair, repeat, tracks
 from surgeon.language.program import Node, Program, Step
 from surgeon.models.families import FAMILIES

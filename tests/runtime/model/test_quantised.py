@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from surgeon.exports.saving import edit
+from surgeon.exports.in_memory import edit
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import Ranks

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from surgeon.exports.saving import edit
+from surgeon.exports.in_memory import edit
 from surgeon.language.program import Program
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.memory import footprint

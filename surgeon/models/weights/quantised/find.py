@@ -21,6 +21,8 @@ _EVERY: tuple[Scheme, ...] = (
     *(Fp8((0, 0)), Grouped(8, (0, 0), packed=False), Grouped(4, (0, 0), packed=True), Gptq(4, -1), Awq(-1)),
     *(FourBits("nf4"), FourBits("fp4"), Int8(), Mxfp4()),
 )
+# By which tensors are called that hold quantised matrices.
+_ENDINGS = tuple({end for one in _EVERY for end in (*one.needed, *one.optional)} - {WEIGHT, *ACTIVATIONS})
 
 
 def quantised_matrices(store: Store, config: Any) -> dict[str, Quantised]:
@@ -78,7 +80,6 @@ def _refuse_the_rest(store: Store, found: Mapping[str, Quantised], why: str) -> 
     owned = {part for matrix in found.values() for part in matrix.parts.values()}
     modules = {name.removesuffix(WEIGHT) for name, matrix in found.items() if matrix.scheme.stands_for}
     stacks = tuple(f"{name}_" for name, matrix in found.items() if not matrix.scheme.stands_for)
-    endings = tuple({end for one in _EVERY for end in (*one.needed, *one.optional)} - {WEIGHT, *ACTIVATIONS})
     for name in store.names():
         if name in owned or name.endswith(ACTIVATIONS):
             continue
@@ -88,7 +89,7 @@ def _refuse_the_rest(store: Store, found: Mapping[str, Quantised], why: str) -> 
         dtype = store.dtype(name)
         if (dtype in STORAGE and not is_mask) or (name.endswith(WEIGHT) and dtype not in FLOATS):
             what = f"holds {str(dtype).removeprefix('torch.')}, which stands for other numbers"
-        elif name.endswith(endings) or (inside and not name.endswith("bias")):
+        elif name.endswith(_ENDINGS) or (inside and not name.endswith("bias")):
             what = "looks like a part of a quantised matrix"
         else:
             continue

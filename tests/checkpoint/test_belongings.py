@@ -12,10 +12,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer
 
 import surgeon
-from surgeon.checkpoint.belongings import patterns_for_the_hub
-from surgeon.checkpoint.companions import companions_of, left_behind, left_by
-from surgeon.checkpoint.compare import compare
-from surgeon.checkpoint.describe import describe
+from surgeon.checkpoint.belongings import companions_of, left_behind, left_by, patterns_for_the_hub
+from surgeon.checkpoint.describe import compare, describe
 from surgeon.checkpoint.read import Checkpoint
 from surgeon.checkpoint.write import verify
 from surgeon.exports.adapters import export_with_adapter
