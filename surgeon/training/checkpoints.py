@@ -12,6 +12,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+from accelerate import PartialState
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -125,6 +126,7 @@ class RunCheckpoints(TrainerCallback):
     def __init__(self, arguments: TrainingArguments) -> None:
         self.folder = Path(str(arguments.output_dir))
         self.staging = self.folder / _SAVING
+        arguments.output_dir = str(self.staging)
         self.keeps_best = bool(arguments.load_best_model_at_end)
         limit = arguments.save_total_limit
         self.most = math.ceil(arguments.max_steps / max(1, int(arguments.save_steps)))
@@ -140,6 +142,19 @@ class RunCheckpoints(TrainerCallback):
     def on_epoch_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:  # noqa: ARG002
         """At the end of the run, just before the best weights are loaded: else the last ones were taken for them."""
         self.require_best(state)
+
+    def on_save(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:  # noqa: ARG002
+        """Publish the checkpoint once every process has written its part."""
+        self.name_best(state)
+        processes = PartialState()
+        processes.wait_for_everyone()
+        if args.should_save:
+            self.publish(state)
+        processes.wait_for_everyone()
+
+    def clear(self) -> None:
+        """Remove the staging folder with what is half written."""
+        shutil.rmtree(self.staging, ignore_errors=True)
 
     def require_room(self, model: Any, frozen: bool = False) -> None:
         """Refuse a run whose checkpoints the disk cannot hold.

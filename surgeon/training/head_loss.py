@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from importlib.util import find_spec
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,30 +25,11 @@ from surgeon.quality.head import BLOCK_BYTES, OutputHead
 from surgeon.training.packing import IGNORED
 from surgeon.training.texts import model_inputs
 
-LEAST_ROWS = 8  # of a block
-
-
-class TeacherRows(Protocol):
-    """What a teacher predicts for some tokens, at hand."""
-
-    def compare(self, rows: slice, log_q: Tensor) -> tuple[Tensor, Tensor]:
-        """The divergence of a student from the teacher, token by token.
-
-        Args:
-            rows: which of the tokens.
-            log_q: (rows, vocabulary), the log-softmax of the student's logits divided by the temperature, of at least
-                32 bits.
-
-        Returns:
-            The divergence in nats, (rows,), and its gradient for the divided logits, (rows, vocabulary).
-        """
-
-
-class TeacherTarget(Protocol):
-    """What a teacher predicts for all tokens of a micro-batch."""
-
-    def at(self, rows: Tensor) -> TeacherRows:
-        """For some of them, by their numbers, (rows,)."""
+# From a model and a micro-batch to its mean loss under "loss", in nats per predicted token, with its gradient, and the
+# loss's parts by their names. A micro-batch has `input_ids` and `labels`, (windows, tokens), and `position_ids` where
+# documents are apart; and, (windows,), the `index` of each training window and its `place` in the run's order: step s
+# has places from s * batch on.
+LossParts = Callable[[nn.Module, Mapping[str, Any]], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -86,6 +67,16 @@ class FullLogits:
         return replace(self, logits=self.logits[rows])
 
     def compare(self, rows: slice, log_q: Tensor) -> tuple[Tensor, Tensor]:
+        """Compare a student with the teacher, token by token.
+
+        Args:
+            rows: which of the tokens.
+            log_q: (rows, vocabulary), the log-softmax of the student's logits divided by the temperature, of at least
+                32 bits.
+
+        Returns:
+            The divergence in nats, (rows,), and its gradient for the divided logits, (rows, vocabulary).
+        """
         if self.logits.shape[1] != log_q.shape[1]:
             raise ValueError(
                 f"the teacher has a vocabulary of {self.logits.shape[1]:,} tokens and the student one of "
@@ -144,6 +135,10 @@ class TopLogits:
         # Of a kept token q - p; the others share what is left of p as they share what is left of q.
         gradient = log_q.exp() - (others + (rest - log_q_rest)[:, None]).exp()
         return divergence, gradient.scatter_add_(-1, ids, -p)
+
+
+TeacherRows = FullLogits | TopLogits  # what a teacher predicts for some tokens, at hand
+TeacherTarget = TeacherStream | TeacherRows  # of all tokens of a micro-batch
 
 
 @dataclass(frozen=True)

@@ -39,13 +39,14 @@ from surgeon.training.checkpoints import (
     step_of,
 )
 from surgeon.training.distill.distiller import Distiller
-from surgeon.training.distill.teacher_logits import TeacherIdentity, keep_logits
+from surgeon.training.distill.teacher_logits import TeacherLogits
+from surgeon.training.head_loss import LossParts
 from surgeon.training.held_out import HeldOutQuality, Measure
 from surgeon.training.run_log import RunLog
 from surgeon.training.scope import with_chosen
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainTexts
-from surgeon.training.trainer import LossParts, ModelTrainer
+from surgeon.training.trainer import ModelTrainer
 
 RECORD_FILE = "run.json"
 TEACHER_FOLDER = "teacher"
@@ -301,18 +302,15 @@ def train(
         broadcast_object_list(found, from_process=0)
         checkpoint = found[0]
         program = program or program_of(model)
-        task = task or _task_by(original, program, texts, settings, folder, known)
-        if task.uses_all and arguments.ddp_find_unused_parameters is None:
-            arguments.ddp_find_unused_parameters = False
-
         caches = model.config.use_cache
         for parameter in model.parameters():  # factors may be transposed, which cannot be shared out among processes
             parameter.data = parameter.data.contiguous()
         if settings.lora is not None:
             torch.manual_seed(settings.seed)  # adapters begin with random numbers
         trained: Any = with_chosen(model, program, settings)
-
-        _share_passes(task.towards, trained, arguments)
+        task = task or _task_by(original, program, texts, settings, folder, known, trained, arguments)
+        if task.uses_all and arguments.ddp_find_unused_parameters is None:
+            arguments.ddp_find_unused_parameters = False
         trainer = ModelTrainer(trained, arguments, text, task.held_out, task.towards)
         is_first = bool(arguments.should_save)
         tokens = settings.batch * text.window
@@ -354,12 +352,6 @@ def _quality_before(folder: Path, held_out: Measure, model: nn.Module) -> Qualit
     return found
 
 
-def _share_passes(towards: LossParts | None, model: nn.Module, arguments: TrainingArguments) -> None:
-    """Let a teacher in memory begin where the student leaves it, unless the student's stream is hidden, or noisy."""
-    if isinstance(towards, Distiller) and not (arguments.torch_compile or arguments.neftune_noise_alpha):
-        towards.share(model)
-
-
 def _task_by(
     load_original: Callable[[], PreTrainedModel] | None,
     program: Program,
@@ -367,8 +359,10 @@ def _task_by(
     settings: TrainSettings,
     folder: Path,
     known: dict[str, Any],
+    student: nn.Module,
+    arguments: TrainingArguments,
 ) -> TrainingTask:
-    """What the original has to say: on held-out text, and of the training text where it is distilled."""
+    """Measure by the original, and distil it where that is asked for."""
     wanted = settings.distillation
     if load_original is None:
         if wanted is not None:
@@ -379,9 +373,21 @@ def _task_by(
     if wanted is None:
         return TrainingTask(held_out)
     if wanted.kept is None:
-        return TrainingTask(held_out, Distiller(wanted, program, original))
+        distiller = Distiller(wanted, program, original)
+        # A compiled student hides its stream, and noise changes it.
+        if not (arguments.torch_compile or arguments.neftune_noise_alpha):
+            distiller.share(student)
+        return TrainingTask(held_out, distiller.loss)
     text = texts.training
-    dtype = str(original.dtype).removeprefix("torch.")
-    follows = str(known.get("original")), dtype, text.digest, len(text), text.window, wanted.kept, wanted.temperature
-    teacher = keep_logits(original, text, folder / TEACHER_FOLDER, TeacherIdentity(*follows))
-    return TrainingTask(held_out, Distiller(wanted, program, teacher))
+    stored = TeacherLogits(
+        folder / TEACHER_FOLDER,
+        model_hash=str(known.get("original")),
+        dtype=str(original.dtype).removeprefix("torch."),
+        data=text.digest,
+        windows=len(text),
+        window=text.window,
+        kept=wanted.kept,
+        temperature=wanted.temperature,
+    )
+    stored.make(original, text)
+    return TrainingTask(held_out, Distiller(wanted, program, stored).loss)

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import copy
 import math
-import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +29,7 @@ from surgeon.training.checkpoints import (
     trained_parameters,
     write_trained,
 )
-from surgeon.training.head_loss import text_loss
+from surgeon.training.head_loss import LossParts, text_loss
 from surgeon.training.held_out import Measure
 from surgeon.training.packing import IGNORED, attends_across
 from surgeon.training.sharding import go_on_as, share_out
@@ -38,19 +37,6 @@ from surgeon.training.texts import RunOrder, TrainingText, TrainingWindows
 from surgeon.words import first_few, plural
 
 _WINDOWS_NAMED = 16
-
-
-class LossParts(Protocol):
-    """What a model is trained towards beside the text, or in its place."""
-
-    def loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The mean loss of a micro-batch under "loss", in nats per predicted token, and its parts by their names.
-
-        Args:
-            inputs: (windows, tokens) `input_ids` and `labels`, and `position_ids` of documents that are apart; and,
-                (windows,), `index`, which training windows they are, and `place`, at which places of the run's order
-                they stand: step s has those from s * batch on.
-        """
 
 
 class ModelTrainer(Trainer):
@@ -116,7 +102,31 @@ class ModelTrainer(Trainer):
             self.checkpoints.require_room(self.model, self._saves_frozen)
         if isinstance(resume_from_checkpoint, str):
             go_on_as(self.accelerator, Path(resume_from_checkpoint))
-        return super().train(resume_from_checkpoint, *others, **options)
+            self._require_same_processes(Path(resume_from_checkpoint))
+        try:
+            return super().train(resume_from_checkpoint, *others, **options)
+        except Exception as error:
+            if not is_full_disk(error):
+                raise
+        finally:
+            if self.args.should_save:
+                self.checkpoints.clear()
+        # Raised outside the handler, to stand for itself: it says more than the error that it comes from.
+        needed = show_bytes(checkpoint_bytes(self.model, self._saves_frozen))
+        raise OSError(
+            f"the disk of {self.checkpoints.folder} filled up at step {self.state.global_step}: a checkpoint takes "
+            f"about {needed}; earlier ones are whole, so make room, and run the same command again to go on"
+        )
+
+    def _require_same_processes(self, checkpoint: Path) -> None:
+        """Warn where a checkpoint has no state of the random numbers of each process."""
+        name = "rng_state.pth" if self.args.world_size == 1 else f"rng_state_{self.args.process_index}.pth"
+        if self.args.should_save and not (checkpoint / name).is_file():
+            warnings.warn(
+                f"{checkpoint} was written by another number of processes than there are now; where the model has "
+                "dropout, its random numbers are others",
+                stacklevel=1,
+            )
 
     @property
     def _saves_frozen(self) -> bool:
@@ -191,7 +201,7 @@ class ModelTrainer(Trainer):
             if self.towards is None:
                 parts = {"loss": text_loss(model, inputs)}
             else:
-                parts = self.towards.loss(model, inputs)
+                parts = self.towards(model, inputs)
         if self._predicted is not None:
             share = predicted_tokens(inputs).to(self._predicted) / self._predicted
             parts = {name: part * share.to(part.device) for name, part in parts.items()}
@@ -284,39 +294,8 @@ class ModelTrainer(Trainer):
             model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
             write_trained(model, Path(output_dir or str(self.args.output_dir)))
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
-        """Write a checkpoint where nobody looks for one, until every process has written its part.
-
-        Private: when `on_save`, the public hook, is called, a checkpoint has had its name for a while, in part.
-
-        Raises:
-            OSError: if the disk is full.
-        """
-        self.args.output_dir = str(self.checkpoints.staging)
-        try:
-            super()._save_checkpoint(model, trial)
-            self.checkpoints.name_best(self.state)
-            self.accelerator.wait_for_everyone()
-            if self.args.should_save:
-                self.checkpoints.publish(self.state)
-            self.accelerator.wait_for_everyone()
-            return
-        except Exception as error:
-            if not is_full_disk(error):
-                raise
-        finally:
-            self.args.output_dir = str(self.checkpoints.folder)
-            if self.args.should_save:
-                shutil.rmtree(self.checkpoints.staging, ignore_errors=True)
-        # Raised outside the handler, to stand for itself: it says more than the error that it comes from.
-        needed = show_bytes(checkpoint_bytes(self.model, self._saves_frozen))
-        raise OSError(
-            f"the disk of {self.checkpoints.folder} filled up at step {self.state.global_step}: a checkpoint takes "
-            f"about {needed}; earlier ones are whole, so make room, and run the same command again to go on"
-        )
-
-    # These three are private, as is all of the Trainer that reads a checkpoint. Around `train` one could not tell an
-    # error of the checkpoint, which a user would be told to remove, from one of anything else.
+    # Private, as is all of the Trainer that reads a checkpoint: around `train` an error of the checkpoint, which a user
+    # is told to remove, could not be told from others.
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         with readable(resume_from_checkpoint):
@@ -325,20 +304,6 @@ class ModelTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with readable(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        if self.args.world_size == 1:
-            name = "rng_state.pth"
-        else:
-            name = f"rng_state_{self.args.process_index}.pth"
-        if checkpoint is not None and self.args.should_save and not (Path(checkpoint) / name).is_file():
-            warnings.warn(
-                f"{checkpoint} was written by another number of processes than there are now; where the model has "
-                "dropout, its random numbers are others",
-                stacklevel=1,
-            )
-        with readable(checkpoint):
-            super()._load_rng_state(checkpoint)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Refuse a checkpoint that is not of what is trained.

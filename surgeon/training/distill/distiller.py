@@ -33,21 +33,8 @@ from surgeon.training.packing import IGNORED
 from surgeon.training.texts import model_inputs
 
 
-@dataclass(frozen=True)
-class Counterpart:
-    """The same place in an edited program and in its original.
-
-    Attributes:
-        node: after how many nodes of the program; all of them have landed in the stream, the last one too.
-        layer: after how many layers of the original.
-    """
-
-    node: int
-    layer: int
-
-
-def counterparts(program: Program, num_layers: int) -> tuple[Counterpart, ...]:
-    """All places at which the stream has a counterpart, in program order; the last one is always the program's end.
+def counterparts(program: Program, num_layers: int) -> dict[int, int]:
+    """Places at which an edited program's stream has a counterpart in its original.
 
     Layers that a program leaves out make the place ambiguous: `A0 F0 A2 F2` after F0 could stand for the original's
     stream before its layer 1, or after it. It stands for the one after it, the stream that layer 2 reads in the
@@ -59,7 +46,11 @@ def counterparts(program: Program, num_layers: int) -> tuple[Counterpart, ...]:
 
     Args:
         program: of at least one node.
-        num_layers: how many layers the original has.
+        num_layers: of the original.
+
+    Returns:
+        By the number of nodes that have landed in the stream, in program order up to all of them, the number of layers
+        of the original.
 
     Raises:
         ValueError: if the program is empty, or names a layer that the original does not have.
@@ -74,8 +65,8 @@ def counterparts(program: Program, num_layers: int) -> tuple[Counterpart, ...]:
         raise ValueError(f"the program has layer {highest[-1]}; the original's layers are 0 to {num_layers - 1}")
     lowest_behind = list(accumulate(map(min, reversed(layers)), min))[::-1]
     cuts = zip(highest, lowest_behind[1:], strict=False)
-    inside = [Counterpart(node, behind) for node, (before, behind) in enumerate(cuts, start=1) if before < behind]
-    return (*inside, Counterpart(len(layers), num_layers))
+    inside = {node: behind for node, (before, behind) in enumerate(cuts, start=1) if before < behind}
+    return {**inside, len(layers): num_layers}
 
 
 _ELSEWHERE = ("classifier_dropout", "summary_first_dropout")  # rates of heads that no causal language model has
@@ -240,11 +231,11 @@ class Distiller:
         self.program = program
         self.teacher = teacher if isinstance(teacher, PreTrainedModel) else None
         self.stored = teacher if isinstance(teacher, TeacherLogits) else None
-        self.counterparts: tuple[Counterpart, ...] = ()
+        self.counterparts: dict[int, int] = {}
         self.shared = 0
         if self.stored is not None:
             for name in ("kept", "temperature"):
-                stored = getattr(self.stored.identity, name)
+                stored = getattr(self.stored, name)
                 asked = getattr(distillation, name)
                 if stored != asked:
                     raise ValueError(
@@ -288,9 +279,8 @@ class Distiller:
         """
         windows = model_inputs(batch)
         labels = next_tokens(batch["labels"])
-        nodes = [one.node for one in self.counterparts]
         taught: TeacherOutput | None = None
-        with watched_streams(model, [*nodes, self.shared], len(self.program)) as streams:
+        with watched_streams(model, [*self.counterparts, self.shared], len(self.program)) as streams:
 
             def task() -> LogitsTask:
                 nonlocal taught
@@ -330,7 +320,7 @@ def require_unedited_teacher(teacher: PreTrainedModel) -> Program:
 def ask_teacher(
     teacher: PreTrainedModel,
     windows: Mapping[str, Tensor],
-    places: Sequence[Counterpart],
+    places: Mapping[int, int],
     distillation: Distillation,
     begins: int = 0,
 ) -> TeacherOutput:
@@ -338,7 +328,7 @@ def ask_teacher(
 
     Args:
         windows: (windows, tokens) `input_ids`, and `position_ids` of documents that are apart (`model_inputs`).
-        places: of the streams.
+        places: of the streams, as `counterparts` gives them.
         distillation: whether predictions are asked for, and at which temperature.
         begins: behind which node its pass begins; places up to there are the student's own, and have no error.
     """
@@ -346,7 +336,7 @@ def ask_teacher(
     if teacher.device != device and not hasattr(teacher, "hf_device_map"):
         teacher.to(device)  # type: ignore[arg-type] # transformers wraps it untyped
     steps = family_of(teacher.config).steps_per_layer
-    nodes = {one.node: one.layer * steps for one in places if one.layer * steps > begins}
+    nodes = {node: layer * steps for node, layer in places.items() if layer * steps > begins}
     without_head: Any = teacher.base_model
     with torch.no_grad(), watched_streams(teacher, sorted(nodes.values()), None, begins) as streams:
         normed = without_head(**windows, use_cache=False).last_hidden_state

@@ -49,7 +49,7 @@ from surgeon.training.checkpoints import beside_others, checkpoints_of, fault_of
 from surgeon.training.held_out import HeldOutQuality
 from surgeon.training.racks.exchange import PATIENCE, RackExchange
 from surgeon.training.racks.model import RackModel, open_rack
-from surgeon.training.racks.rack_log import PacedLoss, RackLog
+from surgeon.training.racks.rack_log import RackLog, paced_loss
 from surgeon.training.racks.run_files import (
     PROCESS_FILE,
     RESULT_FILE,
@@ -304,7 +304,7 @@ def _task(
         callbacks.insert(0, CodaAveraging(rack.coda_parameters, every, exchange))
     if plan.options.pace:
         assert task.towards is not None
-        task = replace(task, towards=PacedLoss(task.towards, plan.options.pace[rack.index], log))
+        task = replace(task, towards=paced_loss(task.towards, plan.options.pace[rack.index], log))
     return replace(task, callbacks=callbacks)
 
 

@@ -19,9 +19,9 @@ from torch.autograd import Variable
 
 from surgeon.checkpoint.read import read_json
 from surgeon.processes.files import write_json
+from surgeon.training.head_loss import LossParts
 from surgeon.training.racks.streams import ItemKey, ItemKind
 from surgeon.training.run_log import read_rows
-from surgeon.training.trainer import LossParts
 
 TRAFFIC_FILE = "traffic.json"
 TIMELINE_FILE = "timeline.csv"
@@ -157,29 +157,22 @@ class RackPace:
             )
 
 
-class PacedLoss:
-    """A `LossParts` of which each micro-batch, with its backward pass, takes as long as a pace says.
+def paced_loss(loss: LossParts, pace: RackPace, log: RackLog) -> LossParts:
+    """A loss of which each micro-batch, with its backward pass, takes as long as a pace says, waiting apart."""
 
-    What a rack waits for others is not counted.
-    """
+    def busy() -> float:
+        return time.monotonic() - log.waited
 
-    def __init__(self, inner: LossParts, pace: RackPace, log: RackLog) -> None:
-        self.inner = inner
-        self.pace = pace
-        self.log = log
-
-    def loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-        """As `LossParts` has it."""
-        begun = self._busy()
+    def slowed(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+        begun = busy()
 
         def rest() -> None:
-            took = self._busy() - begun
-            time.sleep(max(0.0, self.pace.factor * took - took, self.pace.least - took))
+            took = busy() - begun
+            time.sleep(max(0.0, pace.factor * took - took, pace.least - took))
 
-        parts = self.inner.loss(model, inputs)
+        parts = loss(model, inputs)
         engine: Any = Variable._execution_engine
         parts["loss"].register_hook(lambda _: engine.queue_callback(rest))  # when the backward pass is through
         return parts
 
-    def _busy(self) -> float:
-        return time.monotonic() - self.log.waited
+    return slowed

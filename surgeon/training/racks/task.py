@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from surgeon.models.families import family_of
 from surgeon.quality.summary import Quality
 from surgeon.quality.text import logits_of
 from surgeon.training.distill.distiller import (
-    Counterpart,
     Distillation,
     ask_teacher,
     counterparts,
@@ -44,7 +44,7 @@ def teacher_of(original: PreTrainedModel, racks: Racks, index: int) -> RackModel
     """
     dense = require_unedited_teacher(original)
     layers = len(dense) // family_of(original.config).steps_per_layer
-    places = {one.node: one.layer for one in counterparts(racks.program, layers)}
+    places = counterparts(racks.program, layers)
     ends = [places[end] for end in racks.ends]
     cut = Racks.parse([f"{start}:{end}" for start, end in zip([0, *ends], ends, strict=False)], dense, 0)
     found = rack_of(original, cut, index)
@@ -71,15 +71,14 @@ class DistilledRackLoss:
         nodes = rack.racks.ranges[rack.index].nodes
         first_layer = teacher.racks.ranges[teacher.index].layers.start
         layers = teacher.racks.ranges[-1].layers.stop
-        self.counterparts = [
-            Counterpart(one.node - nodes.start, one.layer - first_layer)
-            for one in counterparts(rack.racks.program, layers)
-            if nodes.start < one.node <= nodes.stop
-        ]
+        self.counterparts = {
+            node - nodes.start: layer - first_layer
+            for node, layer in counterparts(rack.racks.program, layers).items()
+            if nodes.start < node <= nodes.stop
+        }
         rack.layers.apart = not rack.is_last
 
-    def loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-        """As `LossParts` has it."""
+    def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         windows = model_inputs(inputs)
         stream = self.streams.take(inputs["place"])
         incoming = [None, None] if stream is None else stream.chunk(2, dim=-1)
@@ -87,10 +86,9 @@ class DistilledRackLoss:
         with fed(teacher, incoming[1]) as stretch:
             taught = ask_teacher(teacher, windows, self.counterparts, self.own)
             original = stretch.outgoing
-        nodes = [one.node for one in self.counterparts]
         labels = next_tokens(inputs["labels"])
         length = len(self.rack.layers.program)
-        with fed(model, incoming[0]) as layers, watched_streams(model, nodes, length) as streams:
+        with fed(model, incoming[0]) as layers, watched_streams(model, [*self.counterparts], length) as streams:
             at_head = loss_at_head(model, windows, lambda: self.own.task(taught, labels))
             assert layers.outgoing is not None
             assert original is not None
@@ -98,22 +96,16 @@ class DistilledRackLoss:
         return parts_of_loss(self.own, at_head, labels, streams, taught)
 
 
-class RackLoss:
-    """The loss of a rack: that of its coda's prediction, the mean per token; a `LossParts`.
+def rack_loss(streams: RackStreams, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Compute the loss of a rack's coda, the mean per predicted token.
 
     The stream of a micro-batch is handed on before its gradient is computed, so that the rack behind need not wait.
     """
-
-    def __init__(self, streams: RackStreams) -> None:
-        self.streams = streams
-
-    def loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-        """As `LossParts` has it."""
-        with fed(model, self.streams.take(inputs["place"])) as layers:
-            loss = text_loss(model, inputs)
-            assert layers.outgoing is not None
-            self.streams.give(inputs["place"], layers.outgoing)
-        return {"loss": loss}
+    with fed(model, streams.take(inputs["place"])) as layers:
+        loss = text_loss(model, inputs)
+        assert layers.outgoing is not None
+        streams.give(inputs["place"], layers.outgoing)
+    return {"loss": loss}
 
 
 class RackHeldOut:
@@ -170,5 +162,5 @@ def rack_task(
     assert (streams.source is None) == rack.is_first
     measure: Measure = RackHeldOut(held_out, streams)
     if teacher is None or distillation is None:
-        return TrainingTask(measure, RackLoss(streams))
+        return TrainingTask(measure, partial(rack_loss, streams))
     return TrainingTask(measure, DistilledRackLoss(rack, teacher, distillation, streams), uses_all=True)

@@ -94,7 +94,7 @@ def test_the_first_rack_learns_the_original_s_streams(made: Any) -> None:
     """Its coda learns the text, and keeps that to itself."""
     (rack, _), (distilled, _), inputs = made
     ids = inputs["input_ids"]
-    parts = distilled.loss(rack.model, inputs)
+    parts = distilled(rack.model, inputs)
     parts["loss"].backward()
     found = gradients(rack)
     streams, _ = stream_of_original(ids)
@@ -134,9 +134,9 @@ def test_the_first_rack_learns_the_original_s_streams(made: Any) -> None:
 
 def test_the_last_rack_learns_the_original_s_predictions_too(made: Any) -> None:
     (first, rack), (before, distilled), inputs = made
-    before.loss(first.model, inputs)
+    before(first.model, inputs)
     ids = inputs["input_ids"]
-    parts = distilled.loss(rack.model, inputs)
+    parts = distilled(rack.model, inputs)
     streams, wanted = stream_of_original(ids)
     handed_on, original_stream = distilled.streams.take(torch.arange(4, 6)).chunk(2, dim=-1)
     assert torch.allclose(original_stream, streams[3], atol=1e-5)

@@ -15,12 +15,12 @@ import surgeon
 from surgeon.models.edit import edit, program_of
 from surgeon.quality.text import logits_of, text_quality
 from surgeon.training.distill.distiller import Distillation
+from surgeon.training.racks import task
 from surgeon.training.racks.build import rack_of
 from surgeon.training.racks.model import open_rack, save_rack
 from surgeon.training.racks.partition import Racks
 from surgeon.training.racks.run_files import RacksToTrain, rack_folder
 from surgeon.training.racks.streams import ItemKey, ItemKind, KeptStreams, RackStreams
-from surgeon.training.racks.task import RackLoss
 from surgeon.training.racks.trained import RacksTrained, train_in_turn
 from surgeon.training.run import train
 from surgeon.training.settings import TrainSettings
@@ -139,16 +139,16 @@ def test_killed_it_goes_on_with_the_same_bits(tmp_path: Path, monkeypatch: pytes
     model = whole("gpt2", PROGRAM, 0.3)
     racks = cut(model, "0:3,3:4")
     expected = trained(tmp_path / "whole", model, racks, save_every=1)
-    calls, loss = 0, RackLoss.loss
+    calls, loss = 0, task.rack_loss
 
-    def killed(self: RackLoss, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+    def killed(streams: RackStreams, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         nonlocal calls
         calls += 1
         if calls in (4, 9):
             raise KeyboardInterrupt
-        return loss(self, model, inputs)
+        return loss(streams, model, inputs)
 
-    monkeypatch.setattr(RackLoss, "loss", killed)
+    monkeypatch.setattr(task, "rack_loss", killed)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             trained(tmp_path / "killed", model, racks, save_every=1)
