@@ -345,7 +345,6 @@ def heal(
     from surgeon.exports.staging import check_target
     from surgeon.findings.heal import HealRun
     from surgeon.quality.data import window_for
-    from surgeon.training.announce import announce, say, say_proof, say_stages
     from surgeon.training.arguments import join_processes
     from surgeon.training.heal import (
         check_adapter,
@@ -357,7 +356,7 @@ def heal(
         student_of,
         training_of,
     )
-    from surgeon.training.model import train_model
+    from surgeon.training.model import announce, say, say_proof, say_stages, train_model
     from surgeon.training.run import check_settings_kept, run_folder
     from surgeon.training.texts import in_template, load_texts, texts_by_weight
     from surgeon.training.token_store import SELF

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import typer
 
 from surgeon.commands.command import option, several
+from surgeon.quality import DEFAULT_TOKENS as DEFAULT_TOKENS
 
 if TYPE_CHECKING:
     from surgeon.language.program import Program
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from surgeon.runtime.comm.quantised import Compression
     from surgeon.runtime.worker.options import RankOptions
 
-DEFAULT_TOKENS = 8192  # surgeon.quality.data.DEFAULT_TOKENS, which is not light
 
 DATA_HELP = (
     "Text to measure on: a UTF-8 text file, a .jsonl or .parquet file (as file:column where it is not clear which "

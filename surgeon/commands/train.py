@@ -87,13 +87,11 @@ def train(
     from surgeon.findings.scratch import ScratchRun
     from surgeon.opened import open_model
     from surgeon.provenance import provenance
-    from surgeon.training.announce import announce, say, say_proof, say_stages
     from surgeon.training.arguments import join_processes, parse_trainer_arguments
-    from surgeon.training.model import train_model
+    from surgeon.training.model import announce, say, say_proof, say_stages, train_model
     from surgeon.training.run import run_folder
     from surgeon.training.scratch.build import blueprint
-    from surgeon.training.scratch.config import ScratchConfig, parse_config, read_config_file
-    from surgeon.training.scratch.scale import parse_scale, scaled
+    from surgeon.training.scratch.config import ScratchConfig, parse_config, parse_scale, read_config_file, scaled
     from surgeon.training.texts import texts_by_weight
 
     target = Path(output)

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice, takewhile
+from itertools import chain, takewhile
 from typing import Any
 
 from surgeon.checkpoint.messages import REFUSALS, Message, differs, plain_message, with_calls_written, without_keys
@@ -40,10 +40,12 @@ _OF_MESSAGES = ("role", "content", "tool_calls")
 
 def conversation_columns(row: Row) -> tuple[str, ...]:
     """Which of a row's columns hold a conversation, as docs/training-text.md has them; () if none."""
-    preferences: tuple[str, ...] = ()
+    for columns in _COLUMNS:
+        if row.keys() >= set(columns):
+            return columns
     if all(isinstance(row.get(name), list) for name in _PREFERENCES):
-        preferences = _PREFERENCES[:1]
-    return next((columns for columns in _COLUMNS if row.keys() >= set(columns)), preferences)
+        return _PREFERENCES[:1]
+    return ()
 
 
 @dataclass(frozen=True)
@@ -87,17 +89,16 @@ def read_conversations(
     if table is None:
         return None
     rows, _, column, _ = table
-    first = list(islice(rows, 1))
-    columns: tuple[str, ...] = ()
-    if first:
-        columns = conversation_columns(first[0][1])
-    if column is not None:
-        columns = ()
-        if first and isinstance(first[0][1].get(column), list):
-            columns = (column,)
+    first = next(rows, None)
+    if first is None:
+        return None
+    if column is None:
+        columns = conversation_columns(first[1])
+    else:
+        columns = (column,) if isinstance(first[1].get(column), list) else ()
     if not columns:
         return None
-    return _read(ConversationTokenizer(tokenizer, columns, longest), chain(first, rows), data, reading)
+    return _read(ConversationTokenizer(tokenizer, columns, longest), chain([first], rows), data, reading)
 
 
 def _read(
@@ -179,39 +180,35 @@ class ConversationTokenizer:
                 )
             return [], said
         *before, said = (_messages(part, place) for part, place in zip(parts, places, strict=True))
-        asked = []
-        if before:
-            asked = before[0]
-        return asked, said[len(asked) :] if said[: len(asked)] == asked else said  # which some data says again
+        asked = [message for messages in before for message in messages]
+        if said[: len(asked)] == asked:  # some data says it again
+            return asked, said[len(asked) :]
+        return asked, said
 
     def _chat(self, chat: _Chat, asked: int) -> ConversationTokens:
         """A chat's tokens, of whose first messages none is an answer."""
         answers = [end for end in chat.answers() if end > asked]
         ends = [end for end in chat.ends() if end > asked]
-        behind = {}
-        if len(answers) > len(ends):
-            behind = {"answers_behind_empty": len(answers) - len(ends)}
+        left_out = Counter(answers_behind_empty=len(answers) - len(ends))
         sizes = {"answer_characters": sum(_size(chat.messages[end - 1]) for end in answers)}
         if not ends:
-            return ConversationTokens(left_out={"rows_without_answer": 1} | behind, sizes=sizes)
+            return ConversationTokens(left_out=left_out + Counter(["rows_without_answer"]), sizes=sizes)
         chat = chat.with_calls(ends[-1])
         fitting = len(ends)
         if chat.length(ends[-1]) > self.longest:
             fitting = bisect_right(ends, self.longest, key=chat.length)
         if not fitting:
-            return ConversationTokens(left_out={"rows_too_long": 1} | behind, sizes=sizes)
+            return ConversationTokens(left_out=left_out + Counter(["rows_too_long"]), sizes=sizes)
         marked = not asked and chat.has_marks  # they would count the answers in a prompt, too
         if marked:
             found = chat.marked(ends[fitting - 1])
         else:
             found = chat.compared(ends[:fitting])
-        cut = {}
-        if fitting < len(ends):
-            cut = {"answers_cut": len(ends) - fitting}
+        left_out["answers_cut"] = len(ends) - fitting
         if found.ids:
-            cut |= dict.fromkeys(chat.unused(ends[fitting - 1]), 1)
+            left_out.update(chat.unused(ends[fitting - 1]))
             sizes |= {"characters": len(chat.text(ends[fitting - 1])), "tokens": len(found.ids)}
-        return replace(found, left_out=behind | cut | found.left_out, sizes=sizes | found.sizes)
+        return replace(found, left_out=left_out + Counter(found.left_out), sizes=sizes | found.sizes)
 
     def _texts(self, prompt: str, completion: str | None, where: str) -> ConversationTokens:
         if not (completion or "").strip():
@@ -294,9 +291,7 @@ class _Chat:
             if any(answer):
                 trained.append(answer)
                 across.update(_across(coded, len(asked)))
-        lost = {}
-        if len(trained) < len(ends):
-            lost = {"answers_rewritten": len(ends) - len(trained)}
+        lost = +Counter(answers_rewritten=len(ends) - len(trained))
         if not trained:
             return ConversationTokens(left_out=lost)
         answers = [int(any(token)) for token in zip(*trained, strict=True)]

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surgeon.quality import DEFAULT_TOKENS, DEFAULT_WINDOW
 from surgeon.quality.sources import DEMO, are_apart, documents
 from surgeon.quality.text_files import Reading
 from surgeon.quality.tokens import TextTokens
 
 __all__ = ["DEFAULT_TOKENS", "DEFAULT_WINDOW", "DEMO", "Windows", "held_out", "load_windows", "window_for"]
 
-DEFAULT_TOKENS = 8192
-DEFAULT_WINDOW = 512
 HELD_OUT_SHARE = 10  # by default one in so many windows of a text is held out
 HELD_OUT_TOKENS = 16384  # at most
 _MARKS = ("<|endoftext|>", "<|end_of_text|>", "<|begin_of_text|>", "</s>", "<s>")
@@ -55,13 +54,12 @@ class Windows:
 
     def record(self, name: str = "data") -> dict[str, Any]:
         """Which text this is, as JSON values, under names that begin with the given one."""
-        column = {}
+        record: dict[str, Any] = {name: self.source, f"{name}_hash": self.digest}
         if self.column is not None:
-            column = {f"{name}_column": self.column}
-        left_out = {}
+            record[f"{name}_column"] = self.column
         if self.left_out:
-            left_out = {f"{name}_left_out": dict(self.left_out)}
-        return {name: self.source, f"{name}_hash": self.digest, **column, **left_out}
+            record[f"{name}_left_out"] = dict(self.left_out)
+        return record
 
     @property
     def predicted(self) -> int:
@@ -125,8 +123,10 @@ def load_windows(
         ids += [id_ for each in some for id_ in each.ids.tolist()]
         if len(ids) >= wanted:
             break
-    ids, notes = _cut(ids, data, window, after, wanted)
-    notes = [*([] if at_most else notes), *reading.lines(data)]
+    ids, shortage = _cut(ids, data, window, after, wanted)
+    notes = reading.lines(data)
+    if shortage and not at_most:
+        notes.insert(0, shortage)
     if not apart:
         notes += marks_in_text(tokenizer, ids, data)
     tensor = torch.tensor(ids, dtype=torch.long).view(-1, window)
@@ -167,7 +167,7 @@ def default_data(tokenizer: Any) -> str:
     return DEMO
 
 
-def _cut(ids: list[int], data: str, window: int, after: int, wanted: int) -> tuple[list[int], list[str]]:
+def _cut(ids: list[int], data: str, window: int, after: int, wanted: int) -> tuple[list[int], str]:
     """The whole windows of some text behind what is left out, up to its token `wanted`; and what to say of them."""
     if not ids:
         raise ValueError(f"{data} is empty; give a text file with something in it")
@@ -181,12 +181,12 @@ def _cut(ids: list[int], data: str, window: int, after: int, wanted: int) -> tup
             f"{data} has only {len(ids)} tokens, and {after} of them are left out: not one window of {window} follows"
         )
     if read == wanted:
-        return ids[after:read], []
+        return ids[after:read], ""
     behind = ""
     if after:
         behind = f" behind the first {after}"
     asked = f"of the {wanted - after} asked for"
-    return ids[after:read], [f"{data} has only {read - after} tokens in whole windows{behind} {asked}: all are used"]
+    return ids[after:read], f"{data} has only {read - after} tokens in whole windows{behind} {asked}: all are used"
 
 
 def digest_of(ids: Tensor) -> str:

@@ -7,7 +7,6 @@ import json
 from argparse import ArgumentError, Namespace
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +37,6 @@ class OneDevice(TrainingArguments):
     def n_gpu(self) -> int:
         """How many GPUs this process uses, 1 or none."""
         return min(1, int(super().n_gpu))
-
-
-@cache
-def _defaults() -> dict[str, Any]:
-    return {each.name: each.default for each in fields(TrainingArguments) if each.init}
 
 
 def parse_trainer_arguments(texts: Iterable[str] | Mapping[str, Any] | None) -> dict[str, Any]:
@@ -158,9 +152,10 @@ def training_arguments(
 
 def _require_heard(arguments: TrainingArguments, given: Mapping[str, Any]) -> None:
     """Refuse what is said of the optimiser and does nothing with the one that is chosen."""
+    defaults = {each.name: each.default for each in fields(TrainingArguments) if each.init}
     for name in [name for name in _OF_OPTIMISERS if name in given]:
         others = copy.copy(arguments)
-        setattr(others, name, _defaults()[name])
+        setattr(others, name, defaults[name])
         if getattr(arguments, name) == getattr(others, name):
             continue
         try:
@@ -218,9 +213,7 @@ def describe_devices(processes: PartialState, where: str) -> str:
         return ""
     if processes.num_processes > 1:
         return f"on {processes.num_processes} GPUs, one for each process"
-    alone = torch.cuda.device_count() == 1
-    if alone:
-        how = ""
-    else:
-        how = "; accelerate launch or torchrun trains on several, CUDA_VISIBLE_DEVICES chooses another one"
-    return f"on {describe_gpu(torch.device('cuda', 0))}{how}"
+    on_gpu = f"on {describe_gpu(torch.device('cuda', 0))}"
+    if torch.cuda.device_count() == 1:
+        return on_gpu
+    return f"{on_gpu}; accelerate launch or torchrun trains on several, CUDA_VISIBLE_DEVICES chooses another one"

@@ -40,7 +40,9 @@ _HASHED_BYTES = 1 << 20  # files up to this size; a damaged larger one is notice
 
 
 def checkpoints_of(folder: Path) -> dict[int, Path]:
-    """The checkpoints of a run by the steps it had made, in their order."""
+    """The checkpoints of a run by the steps it had made, in their order; none without a folder."""
+    if not folder.is_dir():
+        return {}
     found = {int(match[1]): path for path in folder.iterdir() if (match := _CHECKPOINT.fullmatch(path.name))}
     return dict(sorted(found.items()))
 
@@ -166,20 +168,20 @@ class RunCheckpoints(TrainerCallback):
             OSError: with the folder, what is needed, and what is there.
         """
         at_once = self.most + 1  # the oldest is removed when the newest is whole
-        there = len(checkpoints_of(self.folder)) if self.folder.is_dir() else 0
-        check_space(self.folder, max(1, at_once - there) * checkpoint_bytes(model, frozen))
+        check_space(self.folder, max(1, at_once - len(checkpoints_of(self.folder))) * checkpoint_bytes(model, frozen))
 
     def until(self, step: int) -> dict[int, Path]:
         """The checkpoints up to the step that the run is at; later ones are broken, and will be made again."""
-        there = checkpoints_of(self.folder) if self.folder.is_dir() else {}
-        return {each: path for each, path in there.items() if each <= step}
+        return {each: path for each, path in checkpoints_of(self.folder).items() if each <= step}
 
     def name_best(self, state: TrainerState) -> Path | None:
         """Say in the run's state where the best checkpoint is: where this run's are, wherever they were before."""
-        best = state.best_global_step if self.keeps_best else None
-        found = self.folder / f"checkpoint-{best}" if best else None
-        state.best_model_checkpoint = None if found is None else str(found)
-        return found
+        state.best_model_checkpoint = None
+        if not (self.keeps_best and state.best_global_step):
+            return None
+        best = self.folder / f"checkpoint-{state.best_global_step}"
+        state.best_model_checkpoint = str(best)
+        return best
 
     def require_best(self, state: TrainerState) -> None:
         """Refuse to go on where the best checkpoint is not whole.

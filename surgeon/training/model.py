@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
+from accelerate import PartialState
 from pydantic import ConfigDict, Field, Strict
 from transformers import PreTrainedModel
 
-from surgeon.checkpoint.codas import Coda
 from surgeon.exports.in_memory import export, export_with_codas
 from surgeon.exports.prove import Proof
 from surgeon.language.program import Program
+from surgeon.quality.summary import Quality
+from surgeon.training.arguments import describe_devices
+from surgeon.training.packing import IGNORED
 from surgeon.training.racks.partition import Racks
 from surgeon.training.racks.run_files import NEVER, ProcessOptions, RacksToTrain, parse_averaging
 from surgeon.training.racks.supervisor import commands_by_hand, prepare, train_in_processes
-from surgeon.training.racks.trained import finish_racks, train_in_turn
+from surgeon.training.racks.task import RacksTrained, finish_racks, train_in_turn
 from surgeon.training.run import Trained, finish_run, train
 from surgeon.training.settings import TrainSettings
-from surgeon.training.texts import TrainTexts
+from surgeon.training.texts import TrainingText, TrainTexts
 from surgeon.words import plural
 
 
@@ -80,20 +87,20 @@ class TrainedModel:
         folder: of the run.
         method: what was trained, for people.
         racks: None where it was trained as one.
-        figures: of every rack.
-        codas: of every rack but the last.
+        parts: results of every rack, and codas.
     """
 
     whole: Trained
     folder: Path
     method: str
     racks: Racks | None = None
-    figures: tuple[Trained, ...] = ()
-    codas: tuple[Coda, ...] = ()
+    parts: RacksTrained | None = None
 
     def lines(self) -> Iterator[str]:
         """What racks came to by their codas, for people."""
-        for rack, one in zip([] if self.racks is None else self.racks.texts[:-1], self.figures, strict=False):
+        if self.racks is None or self.parts is None:
+            return
+        for rack, one in zip(self.racks.texts[:-1], self.parts.results, strict=False):
             before = one.before.perplexity
             after = one.after.perplexity
             yield f"rack {rack}: perplexity by its coda {before:.4g} before, {after:.4g} after"
@@ -109,8 +116,8 @@ class TrainedModel:
             "tokens": self.whole.tokens,
             "seconds": self.whole.seconds,
         }
-        if self.racks is not None:
-            each = zip(self.racks.texts, self.figures, strict=True)
+        if self.racks is not None and self.parts is not None:
+            each = zip(self.racks.texts, self.parts.results, strict=True)
             entries["racks"] = {
                 "coda": self.racks.depth,
                 "each": [{"layers": text} | one.to_json() for text, one in each],
@@ -129,9 +136,9 @@ class TrainedModel:
         """
         model = self.whole.merged()
         racks = self.racks
-        if racks is None:
+        if racks is None or self.parts is None:
             return export(model, output, **options)
-        return export_with_codas(model, output, racks.texts, racks.ends, racks.depth, self.codas, **options)
+        return export_with_codas(model, output, racks.texts, racks.ends, racks.depth, self.parts.codas, **options)
 
     def finish(self, record: dict[str, Any]) -> None:
         """Complete the run's record and remove what only the run needed, once the checkpoint is written.
@@ -190,8 +197,81 @@ def train_model(
         found = train_in_turn(asked)
     else:
         found = train_in_processes(asked, processes)
-    last = found.results[-1]
     seconds = sum(result.seconds for result in found.results)
-    whole = Trained(last.steps, last.tokens, seconds, last.original, last.before, last.after, found.model)
+    whole = replace(found.results[-1], seconds=seconds, model=found.model)
     cut = f"rack by rack (layers {', '.join(racks.texts)}) with codas of {plural(racks.depth, 'layer')}"
-    return TrainedModel(whole, folder, f"{settings.method}, {cut}", racks, found.results, found.codas)
+    return TrainedModel(whole, folder, f"{settings.method}, {cut}", racks, found)
+
+
+_MARKS = ("\u27e6", "\u27e7")  # white square brackets, around what is learned
+_ROWS_AT_ONCE = 1000
+
+
+def learned_lines(text: TrainingText, tokenizer: Any, show_row: bool = False) -> list[str]:
+    """How many tokens of a text are learned, where those are not all but the first of each window.
+
+    Args:
+        show_row: and the first row, as text with what is learned of it between brackets.
+    """
+    lines = []
+    if "labels" in text.rows.column_names:
+        blocks = text.rows.select_columns("labels").with_format("numpy").iter(_ROWS_AT_ONCE)
+        learned = sum(int((block["labels"] != IGNORED).sum()) for block in blocks)
+        total = len(text) * text.window
+        lines.append(f"of the {total:,} tokens to train on, padding among them, {learned:,} are learned")
+    if show_row:
+        lines += [f"one row, what is learned of it between {' '.join(_MARKS)}:", _first_row(text, tokenizer)]
+    return lines
+
+
+def _first_row(text: TrainingText, tokenizer: Any) -> str:
+    """The first document or conversation of a text, decoded; what is learned of it stands between marks."""
+    row = text.rows.with_format("numpy")[0]
+    ids = row["input_ids"]
+    learned = row.get("labels", row["input_ids"]) != IGNORED
+    if "position_ids" in row:
+        begins = np.flatnonzero(row["position_ids"] == 0)
+    else:
+        begins = np.zeros(1, int)
+    end = begins[1] if len(begins) > 1 else len(ids)
+    turns = np.flatnonzero(np.diff(learned[:end])) + 1  # from what is learned to what is not, and back
+    parts = [(tokenizer.decode(ids[first:last]), learned[first]) for first, last in pairwise([0, *turns, end])]
+    return "".join(f"{_MARKS[0]}{part}{_MARKS[1]}" if is_learned else part for part, is_learned in parts)
+
+
+def announce(
+    processes: PartialState,
+    where: str,
+    what: str,
+    texts: TrainTexts,
+    settings: TrainSettings,
+    tokenizer: Any,
+    show_row: bool = False,
+) -> None:
+    """Say on standard error, once for all processes, what is trained on what; and warn of what to know of the texts."""
+    notes = (*texts.notes, *settings.notes_on(len(texts.training)))  # refuses too little text, in every process
+    if processes.is_main_process:
+        learned = learned_lines(texts.training, tokenizer, show_row)
+        say(f"{what}; {texts.line()}", *learned, describe_devices(processes, where))
+        for note in notes:
+            warnings.warn(note, stacklevel=1)
+
+
+def say_stages(stages: Mapping[str, Quality | None]) -> None:
+    """Say how good the model was, and is, as far as that is known."""
+    width = max(map(len, stages))
+    say(*(f"{stage:<{width}} {quality.line()}" for stage, quality in stages.items() if quality is not None))
+
+
+def say_proof(proof: Proof, whose: str) -> None:
+    """Say what was proven; `whose` the program is."""
+    say(
+        f"proof: the program is {whose}; on {proof.tokens} random tokens the logits differ from the trained "
+        f"model's {proof.differ}."
+    )
+
+
+def say(*lines: str) -> None:
+    """Say something on standard error; empty lines are left out."""
+    for line in filter(None, lines):
+        print(line, file=sys.stderr, flush=True)

@@ -28,6 +28,7 @@ from surgeon.processes.files import make_folder, write_json
 from surgeon.processes.locks import lock
 from surgeon.progress import progress
 from surgeon.quality.summary import Quality
+from surgeon.quality.text import HeldOutQuality
 from surgeon.training.arguments import join_processes, share_of_batch, training_arguments
 from surgeon.training.checkpoints import (
     EarlyEnd,
@@ -41,12 +42,11 @@ from surgeon.training.checkpoints import (
 from surgeon.training.distill.distiller import Distiller
 from surgeon.training.distill.teacher_logits import TeacherLogits
 from surgeon.training.head_loss import LossParts
-from surgeon.training.held_out import HeldOutQuality, Measure
 from surgeon.training.run_log import RunLog
 from surgeon.training.scope import with_chosen
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainTexts
-from surgeon.training.trainer import ModelTrainer
+from surgeon.training.trainer import Measure, ModelTrainer
 
 RECORD_FILE = "run.json"
 TEACHER_FOLDER = "teacher"

@@ -22,9 +22,8 @@ import datasets
 import numpy as np
 from numpy.typing import NDArray
 
-from surgeon.checkpoint.messages import REFUSALS
+from surgeon.checkpoint.messages import chat_text
 from surgeon.checkpoint.texts import Encoder
-from surgeon.errors import first_line
 from surgeon.opened import EditedModel
 from surgeon.processes.journal import Journal
 from surgeon.processes.torchrun import beside_torchrun
@@ -241,14 +240,7 @@ def _read(stream: Stream) -> list[int]:
 
 def _around_turn(tokenizer: Any) -> tuple[list[int], list[int]]:
     """The tokens that a chat template puts before a user's first turn, and behind it up to where the answer begins."""
-    try:
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
-        )
-    except REFUSALS as error:
-        raise ValueError(
-            f"the chat template cannot be used to make up conversations ({first_line(error)}); give another one"
-        ) from error
+    text = chat_text(tokenizer, [{"role": "user", "content": _MARK}], "the model that writes text")
     before, mark, behind = text.partition(_MARK)
     encoder = Encoder(tokenizer)
     around = encoder(before, special=False), encoder(behind, special=False)

@@ -216,7 +216,8 @@ def load_texts(
     check_window(window)
     data = check_texts(data)
     several = {data: 1.0} if isinstance(data, str) else data
-    chats = _hold_conversations(tokenizer, [*several, *([] if held_out is None else [held_out])], window)
+    own_texts = {} if own is None else {own.source: own}
+    chats = _hold_conversations(tokenizer, [*several, *([] if held_out is None else [held_out])], own_texts, window)
     if chats:
         if separator is not None:
             name = next(iter(several))
@@ -237,7 +238,7 @@ def load_texts(
     rests = list[datasets.Dataset]()
     for name, weight in several.items():
         share = weight / sum(several.values())
-        source = _source(name, own, tokenizer, window, documents, separator, chats)
+        source = own_texts.get(name) or TextSource(tokenizer, name, window, documents, separator, chats)
         needed = wanted if len(several) == 1 else ceil(share * wanted) + 1
         text, rest = _split(source, needed, ceil(share * behind), held_out_tokens is None, cache)
         texts.append(text)
@@ -257,23 +258,19 @@ def load_texts(
     return TrainTexts(training, found, len(rows))
 
 
-def _hold_conversations(tokenizer: Any, names: Sequence[str], window: int) -> bool:
-    chats = [name for name in names if name != SELF and read_conversations(tokenizer, name, window) is not None]
-    others = [name for name in names if name not in chats]
-    if chats and others:
-        raise ValueError(f"{chats[0]} holds conversations, and {others[0]} does not; give texts of one sort")
-    return bool(chats)
-
-
-def _source(name: str, own: TextSource | None, tokenizer: Any, *how: Any) -> TextSource:
-    if name != SELF:
-        return TextSource(tokenizer, name, *how)
-    if own is None:
+def _hold_conversations(tokenizer: Any, names: Sequence[str], own: Iterable[str], window: int) -> bool:
+    """Whether texts hold conversations, all or none of them; `own` are written, and hold none."""
+    read = [name for name in names if name not in own]
+    if SELF in read:
         raise ValueError(
             f"{SELF} is text that the original of an edited model writes, for surgeon heal; give another text, or "
             f"./{SELF} for a file of this name"
         )
-    return own
+    chats = [name for name in read if read_conversations(tokenizer, name, window) is not None]
+    others = [name for name in names if name not in chats]
+    if chats and others:
+        raise ValueError(f"{chats[0]} holds conversations, and {others[0]} does not; give texts of one sort")
+    return bool(chats)
 
 
 def _split(

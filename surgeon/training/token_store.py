@@ -45,7 +45,7 @@ class TextSource:
     """A text, or conversations, as windows on the disk.
 
     Attributes:
-        endless: whether there is as much of it as is asked for.
+        endless: whether it is made as it is asked for, and is no file, whatever there is of its name.
 
     Args:
         data, separator: as `load_windows` takes them.
@@ -75,23 +75,23 @@ class TextSource:
         self.separator = separator
         self.chats = chats
         self.by_row = documents != "joined"
-        self.apart = data == SELF or are_apart(data, separator, self.by_row)
-        self.files = list[Path]()
-        if data == SELF:
-            pass  # which is no file, whatever there is of that name
-        elif is_folder(data):
-            self.files = files_in(data)
-        elif (path := file_and_column(data)[0]) is not None:
-            self.files = [path]
-            if self.by_row and separator is None and not is_table(path):
-                raise ValueError(
-                    f"{data} is one text, whose documents cannot be told apart; give the separator between them, or "
-                    "join them"
-                )
-        ends = (tokenizer.pad_token_id, tokenizer.eos_token_id)
-        self.pad = 0  # the token that fills windows
-        if not chats:
-            self.pad = int(next((one for one in ends if one is not None), 0))
+        self.apart = self.endless or are_apart(data, separator, self.by_row)
+        self.files = [] if self.endless else self._find_files()
+        fillers = [] if chats else [tokenizer.pad_token_id, tokenizer.eos_token_id]
+        self.pad = int(next((token for token in fillers if token is not None), 0))  # the token that fills windows
+
+    def _find_files(self) -> list[Path]:
+        if is_folder(self.source):
+            return files_in(self.source)
+        path = file_and_column(self.source)[0]
+        if path is None:
+            return []
+        if self.by_row and self.separator is None and not is_table(path):
+            raise ValueError(
+                f"{self.source} is one text, whose documents cannot be told apart; give the separator between them, or "
+                "join them"
+            )
+        return [path]
 
     def identity(self) -> dict[str, Any]:
         """What its windows follow from, as JSON values: of files name, size and time; of the demo's text itself."""

@@ -10,7 +10,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,13 +30,23 @@ from surgeon.training.checkpoints import (
     write_trained,
 )
 from surgeon.training.head_loss import LossParts, text_loss
-from surgeon.training.held_out import Measure
 from surgeon.training.packing import IGNORED, attends_across
 from surgeon.training.sharding import go_on_as, share_out
 from surgeon.training.texts import RunOrder, TrainingText, TrainingWindows
 from surgeon.words import first_few, plural
 
 _WINDOWS_NAMED = 16
+
+
+class Measure(Protocol):
+    """What judges a model while it is trained."""
+
+    @property
+    def original(self) -> Quality | None:
+        """The original's own quality; None without one."""
+
+    def measure(self, model: nn.Module, step: int) -> Quality:
+        """The quality of a model as it is after so many steps, without dropout."""
 
 
 class ModelTrainer(Trainer):

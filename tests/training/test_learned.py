@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from surgeon.training.announce import learned_lines
+from surgeon.training.model import learned_lines
 from surgeon.training.packing import IGNORED
 from surgeon.training.texts import load_texts
 from tests.quality.test_conversations import tokenizer, written

@@ -10,17 +10,21 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from queue import Full, Queue
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
+from surgeon.processes.files import check_space, whole_file
 from surgeon.runtime.comm.link import Line, Link, SystemClock
-from surgeon.training.racks.rack_log import RackLog
-from surgeon.training.racks.streams import ItemKey, ItemKind
+from surgeon.training.racks.rack_log import ItemKey, ItemKind, RackLog
 
 # A rack waits for the one before it as long as that computes; one that ends breaks its connections at once.
 PATIENCE = timedelta(days=1)
@@ -194,3 +198,107 @@ class RackExchange:
 
 def _connect(store: Store, index: int, racks: int) -> Any:
     return ProcessGroupGloo(store, index, racks, PATIENCE)
+
+
+_STREAMS = "streams"  # of a file: (windows, tokens, width)
+
+
+@dataclass(frozen=True)
+class RackStreams:
+    """What a rack takes, and what it hands on: a micro-batch at a time.
+
+    Places count windows in the run's order; step s, from 1, has those from (s - 1) * batch on.
+
+    Attributes:
+        batch: windows of a step.
+        source: None for the first rack.
+        sink: None for the last one.
+    """
+
+    batch: int
+    source: RackExchange | KeptStreams | None = None
+    sink: RackExchange | KeptStreams | None = None
+
+    def take(self, places: Tensor) -> Tensor | None:
+        """The streams of a micro-batch, (windows, tokens, width); None where they begin in this rack."""
+        if self.source is None:
+            return None
+        return torch.stack([self.source.ask(key) for key in self._keys(places)])
+
+    def give(self, places: Tensor, stream: Tensor) -> None:
+        """Hand on the streams of a micro-batch."""
+        if self.sink is not None:
+            self.sink.offer(*zip(self._keys(places), stream, strict=True))
+
+    def take_held_out(self, step: int, window: int) -> Tensor | None:
+        """The stream of a window of the held-out text, (1, tokens, width), after so many steps of the rack before."""
+        if self.source is None:
+            return None
+        return self.source.ask(ItemKey(step, ItemKind.HELD_OUT, window))[None]
+
+    def give_held_out(self, step: int, window: int, stream: Tensor) -> None:
+        """Hand on the stream of a window of the held-out text after so many steps."""
+        if self.sink is not None:
+            self.sink.offer((ItemKey(step, ItemKind.HELD_OUT, window), stream[0]))
+
+    def _keys(self, places: Tensor) -> list[ItemKey]:
+        return [ItemKey(one // self.batch + 1, ItemKind.TRAINING, one % self.batch) for one in places.tolist()]
+
+
+class KeptStreams:
+    """A `StreamSource` and a `StreamSink`: what is offered by one process may be asked for by another, later.
+
+    What is offered again stays as it was offered first. Each offer is a file of its own, of windows that follow each
+    other.
+
+    Args:
+        folder: in the folder of the rack that they come from; it is made.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._places: dict[ItemKey, tuple[Path, int]] = {}  # file, and which window in it
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.glob("*.safetensors"):
+            step, kind, first, count = map(int, path.stem.split("-"))
+            self._note(path, ItemKey(step, ItemKind(kind), first), count)
+
+    def _note(self, path: Path, first: ItemKey, count: int) -> None:
+        for place in range(count):
+            self._places[first._replace(place=first.place + place)] = path, place
+
+    def require_room(self, needed: int) -> None:
+        """Refuse to begin where the disk has no room for the streams of a run, of so many bytes.
+
+        Raises:
+            OSError: with the folder, what is needed, and what is there.
+        """
+        check_space(self.folder, max(1, needed - sum(path.stat().st_size for path in self.folder.iterdir())))
+
+    def offer(self, *items: tuple[ItemKey, Tensor]) -> None:
+        """As `StreamSink` has it; they are on the disk before a checkpoint says that they were offered."""
+        step = items[0][0].step
+        if step > 1 and ItemKey(step - 1, ItemKind.TRAINING) not in self._places:
+            raise OSError(
+                f"{self.folder} has nothing of step {step - 1}: what was handed on earlier is gone; remove "
+                f"{self.folder.parent}, and the same command trains that rack again"
+            )
+        new = [(key, stream) for key, stream in items if key not in self._places]
+        if new:
+            first = new[0][0]
+            path = self.folder / f"{first.step:09}-{first.kind:d}-{first.place:06}-{len(new)}.safetensors"
+            with whole_file(path, durable=True) as beside:
+                save_file({_STREAMS: torch.stack([stream.detach().cpu() for _, stream in new])}, beside)
+            self._note(path, first, len(new))
+
+    def ask(self, key: ItemKey) -> Tensor:
+        """As `StreamSource` has it."""
+        try:
+            path, place = self._places[key]
+            with safe_open(path, framework="pt") as file:
+                stream: Tensor = file.get_slice(_STREAMS)[place]
+        except (KeyError, OSError, SafetensorError) as error:
+            raise OSError(
+                f"{self.folder} does not have {key}; remove {self.folder.parents[1]} to begin the run again"
+            ) from error
+        return stream

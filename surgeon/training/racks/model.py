@@ -304,21 +304,6 @@ class RackModel:
         """How many nodes of its program come before the private coda."""
         return len(self.racks.ranges[self.index].nodes)
 
-    def forward(self, input_ids: Tensor, stream: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The stream that is handed on, (batch, tokens, hidden), without a gradient, and the coda's logits.
-
-        Args:
-            input_ids: (batch, tokens).
-            stream: what the rack before handed on; None for the first rack.
-
-        Raises:
-            ValueError: if a rack that needs a stream has none, or one of another shape.
-        """
-        with fed(self.model, stream) as layers:
-            logits: Tensor = self.model(input_ids=input_ids, use_cache=False).logits
-            assert layers.outgoing is not None
-            return layers.outgoing, logits
-
     def tensors(self) -> ModelTensors:
         """Its numbers, shared with it: its own layers, then its private coda's, under the numbers of its program."""
         return tensors_by(self.model, self.layers.program)

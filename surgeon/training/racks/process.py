@@ -44,10 +44,10 @@ from surgeon.processes.files import write_json
 from surgeon.processes.rendezvous import connect_store, key_prefix, serve_store
 from surgeon.processes.sockets import interface_of, interface_variables
 from surgeon.processes.torchrun import TorchrunEnvironment
+from surgeon.quality.text import HeldOutQuality
 from surgeon.training.arguments import share_of_batch
 from surgeon.training.checkpoints import beside_others, checkpoints_of, fault_of, remove_checkpoint
-from surgeon.training.held_out import HeldOutQuality
-from surgeon.training.racks.exchange import PATIENCE, RackExchange
+from surgeon.training.racks.exchange import PATIENCE, RackExchange, RackStreams
 from surgeon.training.racks.model import RackModel, open_rack
 from surgeon.training.racks.rack_log import RackLog, paced_loss
 from surgeon.training.racks.run_files import (
@@ -60,9 +60,7 @@ from surgeon.training.racks.run_files import (
     start_file,
     teacher_file,
 )
-from surgeon.training.racks.streams import RackStreams
-from surgeon.training.racks.task import rack_task
-from surgeon.training.racks.trained import train_rack
+from surgeon.training.racks.task import rack_task, train_rack
 from surgeon.training.run import TrainingTask
 from surgeon.training.sharding import set_whole, whole_of
 
@@ -144,7 +142,7 @@ def agree(store: Store, run: Path, index: int, racks: int, first: bool, away: fl
         if not all_done:
             (folder / RESULT_FILE).unlink(missing_ok=True)
             common = newest_common([steps for _, steps in said])
-            for step, path in checkpoints_of(folder).items() if folder.is_dir() else ():
+            for step, path in checkpoints_of(folder).items():
                 if step > common:
                     remove_checkpoint(path)
         store.set(f"{index} is ready", "")
@@ -159,15 +157,8 @@ def _read(store: Store, key: str, rack: int, away: float) -> bytes:
         raise OSError(f"rack {rack} has not come within {away:g} s; start it, then the same command goes on") from None
 
 
-def common_step(folders: Sequence[Path]) -> int:
-    """The last step that all of these racks have a whole checkpoint of; 0, the beginning, where there is none."""
-    return newest_common([whole_checkpoints(folder) for folder in folders])
-
-
 def whole_checkpoints(folder: Path) -> list[int]:
     """The steps of a run's checkpoints that are whole."""
-    if not folder.is_dir():
-        return []
     return [step for step, path in checkpoints_of(folder).items() if fault_of(path) is None]
 
 
@@ -293,9 +284,8 @@ def _task(
     """What a rack is trained by: its streams from and to other processes, and the callbacks that go with them."""
     settings = plan.settings
     streams = RackStreams(settings.batch, None if rack.is_first else exchange, None if rack.is_last else exchange)
-    if settings.distillation is None:
-        teacher = None
-    else:
+    teacher = None
+    if settings.distillation is not None:
         teacher = open_rack(teacher_file(run, rack.index))
     task = rack_task(rack, held_out, streams, teacher, settings.distillation)
     callbacks: list[TrainerCallback] = [RackKeeper(exchange, log)]

@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 from torch.autograd import Variable
@@ -20,7 +21,6 @@ from torch.autograd import Variable
 from surgeon.checkpoint.read import read_json
 from surgeon.processes.files import write_json
 from surgeon.training.head_loss import LossParts
-from surgeon.training.racks.streams import ItemKey, ItemKind
 from surgeon.training.run_log import read_rows
 
 TRAFFIC_FILE = "traffic.json"
@@ -32,6 +32,35 @@ _MOST_ROWS = 256  # before they are written
 
 Way = Literal["sent", "received"]
 Direction = Literal["forward", "codas"]
+
+
+class ItemKind(IntEnum):
+    """What an item is, in the order in which a rack makes them after the same number of steps."""
+
+    TRAINING = 0
+    HELD_OUT = 1
+    CODA = 2
+
+
+class ItemKey(NamedTuple):
+    """Which item; keys are ordered as a rack makes the items.
+
+    Attributes:
+        step: of training, from 1: the step that it is an input of; of others, how many steps had been made.
+        place: of training, which window of the step's batch; of held-out text, which window.
+    """
+
+    step: int
+    kind: ItemKind
+    place: int = 0
+
+    def __str__(self) -> str:
+        what = {
+            ItemKind.TRAINING: f"window {self.place} of",
+            ItemKind.HELD_OUT: f"held-out window {self.place} after",
+            ItemKind.CODA: "the coda after",
+        }[self.kind]
+        return f"{what} step {self.step}"
 
 
 class RackLog:

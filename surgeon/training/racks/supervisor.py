@@ -29,13 +29,13 @@ from surgeon.processes.rendezvous import serve_store
 from surgeon.processes.sockets import interface_of, interface_variables
 from surgeon.processes.torchrun import HOSTED, VARIABLES, TorchrunEnvironment
 from surgeon.progress import progress
+from surgeon.quality.text import HeldOutQuality
 from surgeon.threads import threads_per_rank
 from surgeon.training.arguments import share_of_batch
 from surgeon.training.checkpoints import OTHERS_ENDED
-from surgeon.training.held_out import HeldOutQuality
 from surgeon.training.racks.build import rack_of
 from surgeon.training.racks.model import save_rack
-from surgeon.training.racks.process import DIVERGED, common_step
+from surgeon.training.racks.process import DIVERGED, newest_common, whole_checkpoints
 from surgeon.training.racks.run_files import (
     LOG_FILE,
     PLAN_FILE,
@@ -50,8 +50,7 @@ from surgeon.training.racks.run_files import (
     teacher_file,
     write_texts,
 )
-from surgeon.training.racks.task import teacher_of
-from surgeon.training.racks.trained import RacksTrained, gather, is_done
+from surgeon.training.racks.task import RacksTrained, gather, is_done, teacher_of
 from surgeon.training.run import alone, open_run
 from surgeon.training.run_log import HELD_OUT_FILE, TRAINING_FILE, read_rows
 
@@ -262,14 +261,14 @@ def _work(run: Path, plan: RacksPlan, steps: int) -> None:
     shown = made()
     looked = 0.0
     starts_in_vain = 0
-    saved = common_step(folders)
+    saved = newest_common([whole_checkpoints(folder) for folder in folders])
     processes = _Processes(run, plan)
     try:
         with progress("racks", steps * plan.racks, "steps", shown, note) as advance:
             while (end := processes.look()) is None or end.code:
                 if end is not None:
                     before = saved
-                    saved = common_step(folders)
+                    saved = newest_common([whole_checkpoints(folder) for folder in folders])
                     starts_in_vain = 1 if saved > before else starts_in_vain + 1
                     _require_signal(end, starts_in_vain, saved)
                     processes = _Processes(run, plan)

@@ -64,3 +64,11 @@ def average_codas(racks: Sequence[RackModel]) -> None:
         mean = torch.stack([coda[name].float() for coda in codas]).sum(0) / len(codas)
         for coda in codas:
             coda[name].copy_(mean)
+
+
+def forward(rack: RackModel, input_ids: Tensor, stream: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The stream that a rack hands on, (batch, tokens, hidden), and its coda's logits."""
+    with fed(rack.model, stream) as layers:
+        logits: Tensor = rack.model(input_ids=input_ids, use_cache=False).logits
+        assert layers.outgoing is not None
+        return layers.outgoing, logits

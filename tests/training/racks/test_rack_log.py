@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from surgeon.training.racks.rack_log import RackLog, RackPace, paced_loss
-from surgeon.training.racks.streams import ItemKey, ItemKind
+from surgeon.training.racks.rack_log import ItemKey, ItemKind, RackLog, RackPace, paced_loss
 from tests.clock import HandClock
 
 

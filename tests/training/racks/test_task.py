@@ -14,15 +14,16 @@ from torch.nn import functional
 from surgeon.models.edit import edit, program_of
 from surgeon.training.distill.distiller import Distillation
 from surgeon.training.racks.build import rack_of
+from surgeon.training.racks.exchange import RackStreams
 from surgeon.training.racks.model import RackModel
 from surgeon.training.racks.partition import Racks
+from surgeon.training.racks.rack_log import ItemKey
 from surgeon.training.racks.run_files import ProcessOptions, RacksToTrain
-from surgeon.training.racks.streams import ItemKey, RackStreams
 from surgeon.training.racks.supervisor import train_in_processes
-from surgeon.training.racks.task import DistilledRackLoss, teacher_of
-from surgeon.training.racks.trained import train_in_turn
+from surgeon.training.racks.task import DistilledRackLoss, teacher_of, train_in_turn
 from tests.tiny_models import tiny_model
 from tests.training.racks.local_run import SETTINGS, TEXTS, weights
+from tests.training.racks.reference import forward
 
 BOTH = Distillation(logits=0.5, hidden=3.0, text=0.25, temperature=2.0)
 PROGRAM = "A0 F0 [A1 A2] [F1 F2] A3 F3"
@@ -142,7 +143,7 @@ def test_the_last_rack_learns_the_original_s_predictions_too(made: Any) -> None:
     assert torch.allclose(original_stream, streams[3], atol=1e-5)
     ends = list[Tensor]()
     rack.model.model.norm.register_forward_pre_hook(lambda _, given: ends.append(given[0]))
-    _, logits = rack.forward(ids, handed_on)
+    _, logits = forward(rack, ids, handed_on)
     hidden = relative(ends[0], streams[4])
     mine, theirs = (one[:, :-1].flatten(0, 1).double().log_softmax(-1) for one in (logits / 2, wanted / 2))
     divergence = 4 * functional.kl_div(mine, theirs, log_target=True, reduction="batchmean")

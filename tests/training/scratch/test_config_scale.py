@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from surgeon.training.scratch.build import blueprint
-from surgeon.training.scratch.config import parse_config, read_config_file
-from surgeon.training.scratch.scale import parse_scale, scaled
+from surgeon.training.scratch.config import parse_config, parse_scale, read_config_file, scaled
 
 PAPERS = Path(__file__).resolve().parents[3] / "recipes" / "train" / "papers"
 
