@@ -43,7 +43,7 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class Seeds:
-    """Of everything random; these are lm-eval's own."""
+    """Seeds of all generators; by default lm-eval's own."""
 
     python: int = 0
     numpy: int = 1234
@@ -52,13 +52,13 @@ class Seeds:
 
     @classmethod
     def all(cls, seed: int | None) -> Seeds:
-        """The same for all, or lm-eval's own where none is given."""
+        """One seed for all generators; lm-eval's own for None."""
         if seed is None:
             return cls()
         return cls(seed, seed, seed, seed)
 
     def set(self) -> None:
-        """Seed the generators; tasks shuffle when they are loaded."""
+        """Seed the generators; tasks shuffle as they are loaded."""
         random.seed(self.python)
         np.random.seed(self.numpy)
         torch.manual_seed(self.torch)
@@ -69,10 +69,10 @@ class Tasks:
     """Loaded tasks.
 
     Attributes:
-        items: the tasks and groups that were asked for, as `lm_eval.simple_evaluate` takes them.
-        loaded: the same with all tasks inside them, as `TaskManager.load` gives them.
+        items: requested tasks and groups, as `lm_eval.simple_evaluate` takes them.
+        loaded: these with all tasks inside them, as `TaskManager.load` gives them.
         files: SHA-256 of each .jsonl file, by path.
-        notes: what the user should know, one line each.
+        notes: for the user, one line each.
     """
 
     items: list[Any]
@@ -82,7 +82,7 @@ class Tasks:
 
     @property
     def names(self) -> list[str]:
-        """Of the tasks and groups that were asked for."""
+        """Names of the requested tasks and groups."""
         groups = [item.name for item in self.items if isinstance(item, Group)]
         return groups + [item.task_name for item in self.items if not isinstance(item, Group)]
 
@@ -91,10 +91,10 @@ def load_tasks(names: list[str], positions: int, num_fewshot: int | None = None,
     """Load tasks and their data.
 
     Args:
-        names: of lm-eval's tasks and groups (`*` stands for anything), of `PRESETS`, or paths: .jsonl files, lm-eval's
-            YAML files, folders of those. Code that YAML files name is run.
-        positions: how many tokens the model can read at once.
-        num_fewshot: for all tasks; by default a task's own number, or else none.
+        names: lm-eval's tasks and groups (`*` stands for anything), names of `PRESETS`, or paths: .jsonl files,
+            lm-eval's YAML files, folders of those. Code that YAML files name is run.
+        positions: of the model.
+        num_fewshot: for all tasks; by default each task's own number, or none.
 
     Raises:
         FileNotFoundError: if there is no such file, or a task's data cannot be had.
@@ -180,7 +180,7 @@ def _folder(path: Path) -> list[Any]:
 
 
 def _manager(folder: Path) -> TaskManager:
-    """What can be named in a folder of YAML files: its own tasks, and lm-eval's if a group in it has some of those."""
+    """A manager of the tasks in a folder of YAML files, and lm-eval's if a group there has some of those."""
     inside = TaskManager(include_defaults=False, include_path=str(folder))
     named = {name for group in inside.all_groups for name in _members(inside.task_index[group].cfg or {})}
     if named <= set(inside.all_tasks):
@@ -189,7 +189,7 @@ def _manager(folder: Path) -> TaskManager:
 
 
 def _members(group: dict[str, Any]) -> Iterator[str]:
-    """The tasks that a group's settings name."""
+    """Names of tasks in a group's settings."""
     listed = group.get("task")
     for item in listed if isinstance(listed, list) else [listed]:
         if isinstance(item, dict):
@@ -199,7 +199,7 @@ def _members(group: dict[str, Any]) -> Iterator[str]:
 
 
 def _build(manager: TaskManager, name: str) -> list[Any]:
-    """Build what lm-eval knows under a name."""
+    """Build a task, a group or the tasks of a tag, with errors for users."""
     try:
         with without_retries():
             built = manager.load([name])
@@ -226,7 +226,7 @@ def _leaves(item: Any) -> list[Any]:
 
 
 def _set_shots(task: Any, wanted: int | None, tasks: Tasks) -> None:
-    """Set the number of few-shot examples; a task whose own settings say 0 keeps it, as in lm-eval."""
+    """Set the number of few-shot examples; a task with 0 in its settings keeps it, as in lm-eval."""
     own = task.get_config("num_fewshot")
     if wanted is None or own == 0:
         if wanted and own == 0:
@@ -242,7 +242,7 @@ def _set_shots(task: Any, wanted: int | None, tasks: Tasks) -> None:
 
 
 def _check_task(task: Any, positions: int) -> None:
-    """Refuse what cannot be computed here, before anything is."""
+    """Refuse a task that cannot be computed here."""
     name = task.task_name
     if getattr(task, "UNSAFE_CODE", False):
         raise ValueError(f"task {name} runs code that the model writes, which surgeon does not do; use lm-eval for it")

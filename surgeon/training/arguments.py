@@ -1,4 +1,4 @@
-"""From settings to transformers' TrainingArguments, and what a user adds to them."""
+"""From settings to transformers' TrainingArguments, and arguments that a user adds."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ _OF_OPTIMISERS = ("optim_args", "optim_target_modules", "adam_beta1", "adam_beta
 
 
 class OneDevice(TrainingArguments):
-    """Arguments of a process that computes on one device, however many its machine has.
+    """Arguments of a process that computes on one device, however many there are.
 
-    transformers' own would have it replicate the model on all of them (nn.DataParallel), which takes the batch of each
-    device for the batch, and loses what watches the model's streams. Several devices take a process each.
+    transformers' own replicate the model on all devices (nn.DataParallel), take the batch of each for the batch, and
+    lose hooks on the model's streams. Several devices take a process each.
     """
 
     @property
     def n_gpu(self) -> int:
-        """How many GPUs this process uses, 1 or none."""
+        """GPUs of this process, 1 or none."""
         return min(1, int(super().n_gpu))
 
 
 def parse_trainer_arguments(texts: Iterable[str] | Mapping[str, Any] | None) -> dict[str, Any]:
-    """Arguments of TrainingArguments from texts like "gradient_checkpointing=true"; by name they are themselves.
+    """Parse arguments of TrainingArguments from texts like "gradient_checkpointing=true"; a mapping is copied.
 
     Raises:
         ValueError: if one has no "=", is unknown, is not taken (`check_taken`), or its value cannot be read.
@@ -59,10 +59,10 @@ def parse_trainer_arguments(texts: Iterable[str] | Mapping[str, Any] | None) -> 
 
 
 def read_trainer_argument(name: str, value: str) -> Any:
-    """The value of one of TrainingArguments' arguments from its text, by the type that the argument has.
+    """Read the value of one of TrainingArguments' arguments from its text, by the argument's type.
 
     Raises:
-        ValueError: if there is no such argument, it is not taken whatever else is given, or the value cannot be read.
+        ValueError: if there is no such argument, it is not taken, or the value cannot be read.
     """
     check_taken(name)
     kind: Any = TrainingArguments
@@ -81,10 +81,10 @@ def training_arguments(
     micro_batch: int,
     device: str = "cpu",
 ) -> TrainingArguments:
-    """The arguments of a run.
+    """Make the arguments of a run.
 
     Args:
-        folder: for its checkpoints.
+        folder: of the run.
         steps: of the optimiser.
         micro_batch: windows per forward pass of one process.
         device: "cpu" or "cuda".
@@ -151,7 +151,7 @@ def training_arguments(
 
 
 def _require_heard(arguments: TrainingArguments, given: Mapping[str, Any]) -> None:
-    """Refuse what is said of the optimiser and does nothing with the one that is chosen."""
+    """Refuse arguments that do nothing with the chosen optimiser."""
     defaults = {each.name: each.default for each in fields(TrainingArguments) if each.init}
     for name in [name for name in _OF_OPTIMISERS if name in given]:
         others = copy.copy(arguments)
@@ -169,14 +169,14 @@ def _require_heard(arguments: TrainingArguments, given: Mapping[str, Any]) -> No
 
 
 def _configuration(given: Any) -> dict[str, Any]:
-    """A configuration that is given as values, as JSON, or as a file of JSON."""
+    """Read a configuration given as values, as JSON, or as a file of JSON."""
     if isinstance(given, str):
         given = json.loads(given) if given.startswith("{") else read_json(Path(given))
     return dict(given or {})
 
 
 def share_of_batch(settings: TrainSettings, processes: int) -> int:
-    """How many windows of a batch one process has, or the micro-batch if that is asked for.
+    """Number of windows of a batch that one process has, or the micro-batch if that is given.
 
     Raises:
         ValueError: if the processes and their micro-batches do not divide the batch.
@@ -193,7 +193,7 @@ def share_of_batch(settings: TrainSettings, processes: int) -> int:
 
 
 def join_processes(device: str) -> tuple[PartialState, str]:
-    """The processes of a run, one or those that accelerate or torchrun have started, and what they compute on.
+    """Join the processes of a run, one or those of accelerate or torchrun, and choose their device.
 
     Args:
         device: "cpu", "cuda", or "auto" for the latter where there is one.
@@ -208,7 +208,7 @@ def join_processes(device: str) -> tuple[PartialState, str]:
 
 
 def describe_devices(processes: PartialState, where: str) -> str:
-    """What the processes of a run compute on, for people; empty where that is a CPU."""
+    """Describe the devices of a run for people; empty for a CPU."""
     if where == "cpu":
         return ""
     if processes.num_processes > 1:

@@ -1,10 +1,9 @@
-"""The loss of a model, computed where its output head would make logits, so that these never are there as a whole.
+"""The loss of a model, computed at its output head, so that logits are never in memory as a whole.
 
-With a large vocabulary a batch's logits take more memory than all else in training. The gradient of a loss is known as
-soon as it is, so that the head goes through the stream some tokens at a time: from logits to their
-gradient, and at once to that of the stream and of the matrix, which are all that is kept for the backward pass. That
-takes as many matrix products as it takes with whole logits (so does Liger-Kernel: Hsu et al. 2024, arXiv 2410.10989,
-section 3.2), and none for tokens at which nothing is predicted.
+With a large vocabulary a batch's logits take more memory than all else in training. The head goes through the stream
+some tokens at a time: from logits to their gradient, and at once to that of the stream and of the matrix, which are all
+that is kept for the backward pass. That takes as many matrix products as with whole logits (as in Liger-Kernel: Hsu et
+al. 2024, arXiv 2410.10989, section 3.2), and none for tokens at which nothing is predicted.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ LossParts = Callable[[nn.Module, Mapping[str, Any]], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class TeacherStream:
-    """A teacher's predictions as its stream before the head; logits of some tokens are made as they are asked for.
+    """A teacher's predictions as its stream before the head; logits of some tokens are made on demand.
 
     Attributes:
         head: the teacher's.
@@ -70,8 +69,8 @@ class FullLogits:
         """Compare a student with the teacher, token by token.
 
         Args:
-            rows: which of the tokens.
-            log_q: (rows, vocabulary), the log-softmax of the student's logits divided by the temperature, of at least
+            rows: of the tokens.
+            log_q: (rows, vocabulary), the log-softmax of the student's logits divided by the temperature, in at least
                 32 bits.
 
         Returns:
@@ -91,15 +90,15 @@ class FullLogits:
 
 @dataclass(frozen=True)
 class TopLogits:
-    """The largest log-probabilities of a teacher, and what the others have together.
+    """The largest log-probabilities of a teacher, and the total of the others.
 
     The divergence is that over the kept tokens and one more, which stands for all others: by the log-sum inequality it
     is never above the divergence over the full vocabulary, and with all tokens kept it is that.
 
     Attributes:
-        ids: (tokens, kept), which of the vocabulary.
+        ids: (tokens, kept), of the vocabulary.
         log_p: (tokens, kept), of softmax(t / T).
-        rest: (tokens,), the logarithm of what the others have together.
+        rest: (tokens,), the logarithm of the others' total.
     """
 
     ids: Tensor
@@ -108,7 +107,7 @@ class TopLogits:
 
     @classmethod
     def of(cls, logits: Tensor, kept: int, temperature: float) -> TopLogits:
-        """The largest ones of logits, (tokens, vocabulary).
+        """Take the largest of logits, (tokens, vocabulary).
 
         Raises:
             ValueError: if the vocabulary has fewer.
@@ -143,16 +142,16 @@ TeacherTarget = TeacherStream | TeacherRows  # of all tokens of a micro-batch
 
 @dataclass(frozen=True)
 class LogitsTask:
-    """What some logits are held against.
+    """Targets of some logits.
 
     Attributes:
-        target: the teacher's predictions; None where they are not asked for.
+        target: the teacher's predictions; None without a teacher.
         labels: (tokens,), the token that each is to predict, or IGNORED.
         temperature: T.
-        logits: the weight of the divergence from the teacher, which is multiplied by T^2 (Hinton et al. 2015,
-            "Distilling the Knowledge in a Neural Network", arXiv 1503.02531, section 2.1), so that its gradient does
-            not shrink as T grows.
-        text: the weight of the negative log-likelihood of the labels.
+        logits: weight of the divergence from the teacher, which is multiplied by T^2 (Hinton et al. 2015, "Distilling
+            the Knowledge in a Neural Network", arXiv 1503.02531, section 2.1), so that its gradient does not shrink as
+            T grows.
+        text: weight of the negative log-likelihood of the labels.
     """
 
     target: TeacherTarget | None
@@ -163,15 +162,15 @@ class LogitsTask:
 
     @property
     def rows(self) -> Tensor:
-        """The numbers of the tokens whose logits are needed, (rows,)."""
+        """Numbers of the tokens whose logits are needed, (rows,)."""
         asks = self.target is not None or bool(self.text)
         return ((self.labels != IGNORED) & asks).nonzero()[:, 0]
 
     def become_gradient(self, rows: Tensor, logits: Tensor, head: OutputHead) -> Tensor:
-        """Put the gradient of the loss of some tokens where their logits are.
+        """Replace logits by the gradient of their tokens' loss.
 
         Args:
-            rows: their numbers, (rows,), of such as are to predict something.
+            rows: numbers of the tokens, (rows,), of which each predicts something.
             logits: (rows, vocabulary), of the student's matrix product, which its head then scales and caps.
 
         Returns:
@@ -221,14 +220,14 @@ def _times(slope: Tensor, weight: float) -> Tensor:
 
 
 def blocks(logits: Tensor) -> Iterator[slice]:
-    """Rows of logits, (tokens, vocabulary), some at a time, so that what is made of them stays small."""
+    """Blocks of rows of logits, (tokens, vocabulary), that fit the memory limit."""
     limit = BLOCK_BYTES.get(logits.device.type, BLOCK_BYTES["cpu"])
     rows = max(LEAST_ROWS, limit // (4 * logits.shape[1]))
     return (slice(start, start + rows) for start in range(0, len(logits), rows))
 
 
 def _without(log_p: Tensor, ids: Tensor) -> Tensor:
-    """Log-probabilities, (tokens, vocabulary), with nothing left of some of them, (tokens, kept)."""
+    """Log-probabilities, (tokens, vocabulary), with some of them, (tokens, kept), set to -inf."""
     return log_p.scatter(-1, ids, -torch.inf)
 
 
@@ -242,8 +241,8 @@ class HeadLoss(NamedTuple):
 
     Attributes:
         loss: weighted, with its gradient.
-        divergence: times T^2; without a gradient, as the next.
-        nll: negative log-likelihood.
+        divergence: times T^2; without a gradient.
+        nll: negative log-likelihood, without a gradient.
     """
 
     loss: Tensor
@@ -252,12 +251,12 @@ class HeadLoss(NamedTuple):
 
 
 def loss_at_head(model: nn.Module, windows: Mapping[str, Tensor], ask: Callable[[], LogitsTask]) -> HeadLoss:
-    """What a forward pass comes to. It is computed inside the pass, where sharded parameters are whole.
+    """Compute the loss of a forward pass, inside the pass, where sharded parameters are whole.
 
     Args:
-        model: a causal language model, or whatever wraps it (DDP, FSDP, peft); it is called once.
+        model: a causal language model or a wrapper of it (DDP, FSDP, peft); it is called once.
         windows: as the model takes them.
-        ask: what logits are held against; called when the stream has come to the head.
+        ask: gives the targets; called when the stream has come to the head.
 
     Raises:
         ValueError: if the output projection is no plain linear map.
@@ -278,7 +277,7 @@ def loss_at_head(model: nn.Module, windows: Mapping[str, Tensor], ask: Callable[
 
 
 def loss_of_stream(stream: Tensor, head: OutputHead, task: LogitsTask) -> HeadLoss:
-    """What a normed stream, (tokens, hidden), comes to.
+    """Compute the loss of a normed stream, (tokens, hidden).
 
     Raises:
         ValueError: if the teacher has another vocabulary.
@@ -291,7 +290,7 @@ def loss_of_stream(stream: Tensor, head: OutputHead, task: LogitsTask) -> HeadLo
 
 
 def by_liger(stream: Tensor, head: OutputHead, task: LogitsTask) -> HeadLoss:
-    """The same of a text alone by Liger-Kernel, whose kernels go over a chunk of logits once.
+    """Compute a text's loss by Liger-Kernel, whose kernels go over a chunk of logits once.
 
     It scales no logits, so that stream and bias are scaled; it caps them as a head does.
     """
@@ -320,14 +319,14 @@ def text_loss(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def next_tokens(labels: Tensor) -> Tensor:
-    """What each token of windows is to predict, of labels that say which tokens are predicted, (windows, tokens)."""
+    """Shift labels, (windows, tokens), to the tokens that predict them."""
     return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
 class _LossInPlaceOfLogits:
-    """An output head's forward pass: logits, but where a loss is asked for.
+    """An output head's forward pass: logits, or the loss where one is asked for.
 
-    It stays in its place, since a compiled model would not see it come and go.
+    It stays in place, since a compiled model would not see it come and go.
     """
 
     ask: Callable[[], LogitsTask] | None = None
@@ -351,8 +350,6 @@ class _LossInPlaceOfLogits:
 
 
 class _KnownGradient(torch.autograd.Function):
-    """A loss whose gradient is computed with it."""
-
     @staticmethod
     def forward(
         ctx: Any, stream: Tensor, weight: Tensor, bias: Tensor | None, head: OutputHead, task: LogitsTask

@@ -1,4 +1,4 @@
-"""A whole model is trained, as one or rack by rack; what came of it is written, and the run ended."""
+"""Training of a whole model, at once or rack by rack: options, messages, result and its checkpoint."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class RackOptions:
 
     Attributes:
         ranges: of the program's layers, such as "0:4" and "4:8".
-        coda: how many layers a rack's coda has; every rack but the last predicts with one of its own.
+        coda: layers of a rack's coda; every rack but the last predicts with one of its own.
         processes: train all racks at once, a process each; else one after the other, to the same result.
         average: with processes: average the codas over the racks "never", every so many steps, or "always".
-        ahead: with processes: how many micro-batches a rack may be ahead of the next one.
-        replicas: with processes: how many of them share each rack's batches.
+        ahead: with processes: micro-batches that a rack may be ahead of the next one.
+        replicas: with processes: processes that share each rack's batches.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # annotations are for where it is read from a file
@@ -58,7 +58,7 @@ class RackOptions:
             raise ValueError(f'the ranges of racks are several, as ["0:4", "4:8"], not {self.ranges!r}')
 
     def cut(self, program: Program) -> Racks:
-        """The racks of a program, in the numbers of the unedited model's layers.
+        """Cut a program into racks, in the numbers of the unedited model's layers.
 
         Raises:
             ValueError: if it cannot be cut like this, or these options do not go together.
@@ -72,7 +72,7 @@ class RackOptions:
 
     @property
     def process_options(self) -> ProcessOptions | None:
-        """How processes go about it; None where racks take turns."""
+        """Options of the processes; None where racks take turns."""
         if self.processes:
             return ProcessOptions(self.average, self.ahead, replicas=self.replicas)
         return None
@@ -83,9 +83,9 @@ class TrainedModel:
     """A model that was trained as one, or rack by rack.
 
     Attributes:
-        whole: as if it had been trained as one: the last rack's figures are the whole model's.
+        whole: the result as if it had been trained as one: the last rack's figures are the whole model's.
         folder: of the run.
-        method: what was trained, for people.
+        method: for people.
         racks: None where it was trained as one.
         parts: results of every rack, and codas.
     """
@@ -97,7 +97,7 @@ class TrainedModel:
     parts: RacksTrained | None = None
 
     def lines(self) -> Iterator[str]:
-        """What racks came to by their codas, for people."""
+        """Describe racks by their codas' perplexity, for people."""
         if self.racks is None or self.parts is None:
             return
         for rack, one in zip(self.racks.texts[:-1], self.parts.results, strict=False):
@@ -106,7 +106,7 @@ class TrainedModel:
             yield f"rack {rack}: perplexity by its coda {before:.4g} before, {after:.4g} after"
 
     def record(self, texts: TrainTexts, settings: TrainSettings) -> dict[str, Any]:
-        """What is to be known of the training beside the model's quality, as JSON values."""
+        """Record the training beside the model's quality, as JSON values."""
         entries = {
             "method": self.method,
             **texts.record(),
@@ -125,7 +125,7 @@ class TrainedModel:
         return entries
 
     def write(self, output: Path, **options: Any) -> Proof:
-        """Write it as a checkpoint, with its adapters merged and its codas beside it.
+        """Write a checkpoint, with adapters merged and codas beside it.
 
         Args:
             options: as `surgeon.export` takes them.
@@ -167,17 +167,16 @@ def train_model(
     seed: int | None = None,
     device: str = "cpu",
 ) -> TrainedModel | None:
-    """Train a model as `surgeon.training.run.train` does, or its racks; a run that was killed goes on where it was.
+    """Train a model as `surgeon.training.run.train` does, or its racks; a run that was killed resumes.
 
     Args:
         racks: of its program.
         processes: how racks are trained at once; None to train them in turn.
         by_hand: print how the processes of racks are started by hand, unless they are done.
-        seed: of what codas begin with; None for copies of the model's last layers.
+        seed: of the codas' first numbers; None for copies of the model's last layers.
 
     Returns:
-        What came of it; None in every process but the first, where there are several, and where racks are yet to be
-        started by hand.
+        None in every process but the first, where there are several, and where racks are yet to be started by hand.
 
     Raises:
         ValueError, OSError: as `train`, and as `train_in_turn` and `train_in_processes` of racks.
@@ -208,10 +207,10 @@ _ROWS_AT_ONCE = 1000
 
 
 def learned_lines(text: TrainingText, tokenizer: Any, show_row: bool = False) -> list[str]:
-    """How many tokens of a text are learned, where those are not all but the first of each window.
+    """Describe how many tokens of a text are learned, where not all but the first of each window are.
 
     Args:
-        show_row: and the first row, as text with what is learned of it between brackets.
+        show_row: add the first row, as text with what is learned of it between brackets.
     """
     lines = []
     if "labels" in text.rows.column_names:
@@ -225,7 +224,7 @@ def learned_lines(text: TrainingText, tokenizer: Any, show_row: bool = False) ->
 
 
 def _first_row(text: TrainingText, tokenizer: Any) -> str:
-    """The first document or conversation of a text, decoded; what is learned of it stands between marks."""
+    """Decode the first document or conversation, with marks around what is learned of it."""
     row = text.rows.with_format("numpy")[0]
     ids = row["input_ids"]
     learned = row.get("labels", row["input_ids"]) != IGNORED
@@ -248,7 +247,7 @@ def announce(
     tokenizer: Any,
     show_row: bool = False,
 ) -> None:
-    """Say on standard error, once for all processes, what is trained on what; and warn of what to know of the texts."""
+    """Print once for all processes what is trained on what, and warn of notes on the texts."""
     notes = (*texts.notes, *settings.notes_on(len(texts.training)))  # refuses too little text, in every process
     if processes.is_main_process:
         learned = learned_lines(texts.training, tokenizer, show_row)
@@ -258,13 +257,13 @@ def announce(
 
 
 def say_stages(stages: Mapping[str, Quality | None]) -> None:
-    """Say how good the model was, and is, as far as that is known."""
+    """Print the model's quality at each stage."""
     width = max(map(len, stages))
     say(*(f"{stage:<{width}} {quality.line()}" for stage, quality in stages.items() if quality is not None))
 
 
 def say_proof(proof: Proof, whose: str) -> None:
-    """Say what was proven; `whose` the program is."""
+    """Print a proof; `whose` the program is."""
     say(
         f"proof: the program is {whose}; on {proof.tokens} random tokens the logits differ from the trained "
         f"model's {proof.differ}."
@@ -272,6 +271,6 @@ def say_proof(proof: Proof, whose: str) -> None:
 
 
 def say(*lines: str) -> None:
-    """Say something on standard error; empty lines are left out."""
+    """Print lines on standard error, without empty ones."""
     for line in filter(None, lines):
         print(line, file=sys.stderr, flush=True)

@@ -1,13 +1,13 @@
-"""Tokens of documents, packed into windows of one size: the rows that a model is trained on.
+"""Tokens of documents, packed into windows of one size.
 
-Three ways to treat documents:
+Documents are treated in three ways:
 
     joined    one after the other, as one running text: neither positions nor attention know where one ends
     apart     one after the other, cut where a window ends. Positions begin anew with each document, which tells
               `transformers` that its tokens see no other's (`masking_utils.find_packed_sequence_indices`)
     whole     as apart, but a document that fits a window is not cut; what no document fills is padding
 
-Of documents that are apart nothing predicts the first token, nor padding, nor what is no answer. A document that is cut
+Of documents that are apart the first token is not predicted, nor padding, nor what is no answer. A document that is cut
 begins anew with each of its pieces.
 """
 
@@ -32,10 +32,10 @@ _OPEN = 64  # windows that documents may still be put into
 
 
 def documents_of(name: str) -> Documents:
-    """The way to treat documents of this name.
+    """Parse a way to treat documents.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if there is none of this name.
     """
     for known in get_args(Documents):
         if name == known:
@@ -44,22 +44,19 @@ def documents_of(name: str) -> Documents:
 
 
 def columns(documents: Documents) -> tuple[str, ...]:
-    """The columns that rows have: `input_ids`, and of documents that are apart `position_ids` and `labels`."""
+    """Columns of rows: `input_ids`, and of documents that are apart `position_ids` and `labels`."""
     if documents == "joined":
         return ("input_ids",)
     return ("input_ids", "position_ids", "labels")
 
 
 def attends_across(config: Any) -> bool:
-    """Whether a model's attentions see other documents of their window even where documents are apart.
-
-    Linear attentions do, which carry a state along.
-    """
+    """Whether attentions see across documents that are apart, as linear ones do, which carry a state."""
     return config.model_type in ATTEND_ACROSS or "linear_attention" in (getattr(config, "layer_types", None) or ())
 
 
 class Packer:
-    """Makes windows of tokens as they come; of the same tokens always the same, whatever stretches they come in.
+    """Packs tokens into windows as they come, whatever parts they come in.
 
     Args:
         window: tokens in a window.
@@ -78,7 +75,7 @@ class Packer:
         self._begins = True  # a document, with the next token
 
     def add(self, tokens: Tokens) -> Iterator[Row]:
-        """The windows that are full now."""
+        """Yield the windows that are full now."""
         marked = _marked(tokens, self._begins)
         self._begins = tokens.ends or (self._begins and not len(tokens.ids))
         if self.documents != "whole":
@@ -93,7 +90,7 @@ class Packer:
                 yield from self._place(document[:, start : start + self.window])
 
     def rest(self) -> Iterator[Row]:
-        """The windows of whole documents that are not full, once there are no more tokens; else a rest is left out."""
+        """Yield windows of whole documents that are not full, at the end; else the rest is dropped."""
         if self.documents == "whole":
             left = self._open
             self._open = []
@@ -108,7 +105,7 @@ class Packer:
         self._open = [whole[:, full:]]
 
     def _place(self, document: NDArray[np.int32]) -> Iterator[Row]:
-        """Put a document into the open window that it fills best; where there are too many, the fullest is done."""
+        """Put a document into the open window that it fills best; beyond a number of open ones the fullest is done."""
         room = [self.window - each.shape[1] - document.shape[1] for each in self._open]
         fitting = [(left, index) for index, left in enumerate(room) if left >= 0]
         if fitting:
@@ -139,7 +136,7 @@ class Packer:
 
 
 def pieces(rows: datasets.Dataset) -> Iterator[Tokens]:
-    """What stands in windows of documents that are apart, each with what is predicted of it as its answer.
+    """Split windows of documents that are apart, each piece with its predicted tokens as its answer.
 
     Padding, and pieces of which nothing is predicted, are left out.
     """
@@ -152,7 +149,7 @@ def pieces(rows: datasets.Dataset) -> Iterator[Tokens]:
 
 
 def _marked(tokens: Tokens, begins: bool) -> NDArray[np.int32]:
-    """(3, tokens): ids, whether each is the first of a document, and whether it is an answer."""
+    """(3, tokens): ids, 1 at the first token of a document, 1 at answers."""
     found = np.zeros((3, len(tokens.ids)), np.int32)
     found[0], found[2] = tokens.ids, 1 if tokens.answer is None else tokens.answer
     found[1, :1] = begins

@@ -1,4 +1,4 @@
-"""A model in memory is trained on text: to heal it after an edit, or from scratch."""
+"""Training of a model in memory on text: to heal it after an edit, or from scratch."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ TEACHER_FOLDER = "teacher"
 
 
 def run_folder(output: Path) -> Path:
-    """The folder of the run that writes a checkpoint: beside it."""
+    """The folder of a checkpoint's run, beside it."""
     return output.with_name(f"{output.name}.run")
 
 
@@ -61,10 +61,10 @@ def run_folder(output: Path) -> Path:
 def alone(folder: Path, device: str) -> Iterator[None]:
     """Keep other runs out of a folder, which is made if it is not there.
 
-    Of several processes of one run the first does. Where a file system has no locks, nobody is kept out.
+    Of several processes the first does. Where a file system has no locks, nobody is kept out.
 
     Args:
-        device: "cpu" or "cuda"; where the processes compute.
+        device: "cpu" or "cuda", of the processes.
 
     Raises:
         OSError: if another run is writing to it, or it cannot be written.
@@ -86,13 +86,13 @@ def alone(folder: Path, device: str) -> Iterator[None]:
 
 
 def open_run(folder: Path, identity: dict[str, Any]) -> Path | None:
-    """Begin a run in a folder, or go on with the one there, of which what was half written is removed.
+    """Begin a run in a folder, or resume the one there, without half-written files.
 
     Args:
         identity: what the run's weights depend on, as JSON values.
 
     Returns:
-        The last checkpoint of the Trainer's that is whole; None where the run begins.
+        The Trainer's last whole checkpoint; None where the run begins.
 
     Raises:
         ValueError: if the folder has a run of something else, naming the difference, or what is there is not whole.
@@ -113,14 +113,14 @@ def open_run(folder: Path, identity: dict[str, Any]) -> Path | None:
 
 
 def check_settings_kept(folder: Path, settings: TrainSettings) -> None:
-    """Refuse settings other than those of a run that the folder has, before its text is made."""
+    """Refuse settings other than those of the folder's run, before its text is made."""
     if (folder / RECORD_FILE).is_file():
         kept = read_record(folder).get("identity", {}).get("settings")
         require_same(folder, kept, json.loads(json.dumps(settings.to_json())))
 
 
 def require_same(folder: Path, before: Any, identity: dict[str, Any]) -> None:
-    """Refuse to take a run in a folder, which follows from one thing, for one that follows from another.
+    """Refuse a folder's run that follows from something else.
 
     Raises:
         ValueError: naming the innermost difference.
@@ -134,7 +134,7 @@ def require_same(folder: Path, before: Any, identity: dict[str, Any]) -> None:
 
 
 def _difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any]:
-    """The innermost value that differs: its name, what it was, and what it is now."""
+    """Find the innermost value that differs: its name, before and now."""
     if not (isinstance(before, dict) and isinstance(now, dict)):
         return name, before, now
     inner = next(key for key in [*now, *before] if now.get(key) != before.get(key))
@@ -142,7 +142,7 @@ def _difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any]:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """What a run's folder says of the run.
+    """Read the record of a run from its folder.
 
     Raises:
         FileNotFoundError: if it is gone.
@@ -159,17 +159,17 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def add_to_record(folder: Path, record: dict[str, Any]) -> None:
-    """Add to what a run's folder says of the run, or replace what it says under the same names."""
+    """Add entries to a run's record, or replace them."""
     write_json(folder / RECORD_FILE, read_record(folder) | record)
 
 
 def finish_run(folder: Path, record: dict[str, Any]) -> None:
     """Complete the record of a run whose result is written, and remove its checkpoints and kept logits; tables stay.
 
-    Where it was killed in between, it may be called again.
+    It may be called again after a kill.
 
     Args:
-        record: what the run came to, as JSON values; added to what the record says already.
+        record: results of the run, as JSON values.
 
     Raises:
         OSError: if the folder cannot be written.
@@ -192,11 +192,11 @@ class Trained:
     Attributes:
         steps: that were made; fewer than asked for where it ended early.
         tokens: of training text, counted as often as they were seen.
-        seconds: that it took, measurements included.
-        original, before, after: quality on the held-out text, of the original (None where there is none), and of the
-            model before and after its training.
-        model: edited, trained; with its adapters, where there are any (`merged` has them in its matrices); None where
-            another process has it.
+        seconds: with measurements.
+        original, before, after: quality on the held-out text, of the original (None without one), and of the model
+            before and after its training.
+        model: edited, trained, with its adapters (`merged` has them in its matrices); None where another process has
+            it.
     """
 
     steps: int
@@ -208,21 +208,21 @@ class Trained:
     model: Any = None
 
     def to_json(self) -> dict[str, Any]:
-        """The numbers as JSON values."""
+        """Convert the numbers to JSON values."""
         numbers = {"steps": self.steps, "tokens": self.tokens, "seconds": self.seconds}
         original = None if self.original is None else self.original.to_json()
         return numbers | {"original": original, "before": self.before.to_json(), "after": self.after.to_json()}
 
     @classmethod
     def from_json(cls, entries: Mapping[str, Any]) -> Trained:
-        """The inverse of `to_json`."""
+        """Read `to_json`'s values."""
         qualities = {
             name: entries[name] and Quality.from_json(entries[name]) for name in ("original", "before", "after")
         }
         return cls(**{**entries, **qualities})
 
     def merged(self) -> PreTrainedModel:
-        """The model with its adapters merged into its matrices; they are gone from it then."""
+        """Merge the adapters into the model's matrices, in place."""
         for module in self.model.modules():
             base: Any = module.get_base_layer() if isinstance(module, LoraLayer) else None
             if isinstance(getattr(base, "weight", None), PackedTensor):
@@ -237,10 +237,10 @@ class TrainingTask:
 
     Attributes:
         held_out: measures it meanwhile.
-        towards: has its loss; None for the text's.
-        callbacks: are called by the Trainer, after those of the run itself.
-        uses_all: whether every parameter that is trained has a share in every loss. Processes that train a model
-            together then need not find out from its outputs, which a loss of streams inside it does not come from.
+        towards: its loss; None for the text's.
+        callbacks: of the Trainer, after those of the run itself.
+        uses_all: whether every trained parameter has a share in every loss. Processes need not find that out from the
+            model's outputs then, which a loss of streams inside it does not come from.
     """
 
     held_out: Measure
@@ -260,22 +260,22 @@ def train(
     device: str = "cpu",
     task: TrainingTask | None = None,
 ) -> Trained | None:
-    """Train a model; a run that was killed goes on where it was.
+    """Train a model; a run that was killed resumes.
 
     Args:
-        model: edited (`surgeon.edit`; with the dense program if it is unedited), with numbers of at least 32 bits.
-            It is trained in place.
+        model: edited (`surgeon.edit`; with the dense program if it is unedited), with numbers of at least 32 bits. It
+            is trained in place.
         folder: for checkpoints, tables and TensorBoard's files.
-        original: loads what divergence is from, and what is distilled; None where it is not known. It is held only as
-            long as it is needed.
+        original: loads the original, for divergence and distillation; None where it is unknown. It is held only as long
+            as it is needed.
         program: the model's, in the numbers of the original's layers; by default the one that it runs.
-        identity: what the model follows from, as JSON values: another one's run in the folder is not gone on with.
-            Under "original" is the hash of the original.
+        identity: of the model, as JSON values: another one's run in the folder is not resumed. Under "original" is the
+            hash of the original.
         device: "cpu" or "cuda".
-        task: what the model is trained towards and judged by, where that is another thing than the text alone.
+        task: what the model is trained towards and judged by, instead of the text alone.
 
     Returns:
-        What came of it; None in every process but the first, where there are several.
+        None in every process but the first, where there are several.
 
     Raises:
         ValueError: if settings, text and model do not fit, or the folder has another run.
@@ -343,7 +343,7 @@ def train(
 
 
 def _quality_before(folder: Path, held_out: Measure, model: nn.Module) -> Quality:
-    """The quality of a model before its training, which the run's record keeps."""
+    """Measure a model before its training, or read that from the run's record."""
     known = read_record(folder).get(_BEFORE)
     if known is not None:
         return Quality.from_json(known)

@@ -1,10 +1,10 @@
-"""Text that the original of an edited model writes itself, to heal it on where there is no other.
+"""Text that an edited model's original writes itself, to heal it on where there is no other.
 
-Texts are numbered, and each is drawn with random numbers of its own, by seed and number: those that a run which was
-killed has not kept come out as they would have. Every second one is a conversation where the tokenizer has a chat
-template: the model writes the user's turn behind what the template puts before it, and then answers.
+Texts are numbered, and each is drawn with random numbers of its own, by seed and number, so that a resumed run draws
+the missing ones alike. Every second one is a conversation where the tokenizer has a chat template: the model writes the
+user's turn behind the template's beginning, and then answers.
 
-FOLDER/texts.jsonl   what the texts follow from, and then each with its tokens, in the order of their numbers
+FOLDER/texts.jsonl   identity, then each text with its tokens, by number
 FOLDER/HASH/         their windows (`surgeon.training.token_store`)
 """
 
@@ -50,7 +50,7 @@ class SelfText(TextSource):
         original: the model, as it is stored.
         tokenizer: its own, or one with another chat template.
         window: tokens of the longest text.
-        folder: where texts and windows are kept.
+        folder: of texts and windows.
         temperature: that tokens are drawn at; 1 is the model's own distribution.
         device: "cpu" or "cuda", where it writes.
 
@@ -108,7 +108,7 @@ class SelfText(TextSource):
             )
 
     def follows(self) -> dict[str, Any]:
-        """What the texts follow from, as JSON values; weights are read for their hash."""
+        """Identity of the texts, as JSON values; weights are read for their hash."""
         return {
             "format": _FORMAT,
             "model_hash": self.original.model.hash,
@@ -124,12 +124,12 @@ class SelfText(TextSource):
         return super().identity() | self.follows()
 
     def record(self) -> dict[str, Any]:
-        """What was written, and what it follows from, as JSON values."""
+        """Record what was written, as JSON values."""
         names = "model_hash", "seed", "temperature", "start"
         return {name: value for name, value in self.follows().items() if name in names} | self.written
 
     def line(self) -> str:
-        """How much was written, of what, how fast, for people."""
+        """Describe how much was written, of what, how fast, for people."""
         written = self.written
         begun = written["texts"] - written["conversations"]
         start = self.tokenizer.convert_ids_to_tokens(self._start)
@@ -142,7 +142,7 @@ class SelfText(TextSource):
         return f"{self.original.name} wrote {what}, {written['tokens']:,} tokens{now}, in {self.folder / TEXTS_FILE}"
 
     def windows(self, count: int, cache: Path | None = None) -> tuple[datasets.Dataset, dict[str, Any]]:  # noqa: ARG002
-        """So many windows, kept in the folder.
+        """Read or write so many windows in the folder.
 
         Raises:
             OSError: if there is no room, or another run is writing there.
@@ -158,7 +158,7 @@ class SelfText(TextSource):
         return super()._write(path, count) | {"written": self.written}
 
     def tokens(self, reading: Reading) -> Iterator[list[Tokens]]:  # noqa: ARG002 - nothing is left out
-        """The texts that are kept, and then new ones, without end."""
+        """Yield the kept texts, and then new ones, without end."""
         self.written = {"texts": 0, "conversations": 0, "tokens": 0}
         with _KeptTexts(self.folder / TEXTS_FILE, self.follows()) as kept:
             for ids in kept.texts:
@@ -192,7 +192,7 @@ class SelfText(TextSource):
         return bool(self._before) and number % 2 == 1
 
     def _texts(self, service: Service, numbers: range) -> list[list[int]]:
-        """The texts of these numbers, each with what it begins from."""
+        """Write the texts of these numbers, each with its beginning."""
         ends = service.plan.ends
 
         def ask(place: tuple[int, int], prompt: list[int], most: int, never_first: Sequence[int]) -> Stream:
@@ -220,7 +220,7 @@ class SelfText(TextSource):
 
 
 class _KeptTexts(Journal):
-    """The texts of a file, in the order of their numbers."""
+    """Journal of texts, in the order of their numbers."""
 
     def __init__(self, path: Path, follows: dict[str, Any]) -> None:
         self.texts = list[NDArray[np.int32]]()
@@ -231,7 +231,6 @@ class _KeptTexts(Journal):
 
 
 def _read(stream: Stream) -> list[int]:
-    """All tokens of a stream."""
     answer = Answer()
     for event in stream:
         answer.add(event)
@@ -239,7 +238,7 @@ def _read(stream: Stream) -> list[int]:
 
 
 def _around_turn(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The tokens that a chat template puts before a user's first turn, and behind it up to where the answer begins."""
+    """Tokens that a chat template puts before a user's first turn, and behind it up to the answer."""
     text = chat_text(tokenizer, [{"role": "user", "content": _MARK}], "the model that writes text")
     before, mark, behind = text.partition(_MARK)
     encoder = Encoder(tokenizer)

@@ -1,4 +1,4 @@
-"""Parameters shared out among processes (FSDP2), in the groups in which a program calls for them."""
+"""Parameters sharded among processes (FSDP2), in the groups in which a program calls them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _TAKEN = {"version", "reshard_after_forward", "cpu_offload", "state_dict_type"}
 class ProgramSharding(FullyShardedDataParallelPlugin):  # type: ignore[misc] # accelerate is untyped
     """accelerate's FSDP2, with groups of modules that follow from a program.
 
-    accelerate groups by classes of modules: of whole layers, as a rule, which an edited model never calls. Nor can
-    classes tell an MLP's linear modules from an output head, or say which slices have a norm between them.
+    accelerate groups by classes of modules, usually whole layers, which an edited model never calls. Nor can classes
+    tell an MLP's linear modules from an output head, or say which slices have a norm between them.
     """
 
     _prepared = False
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
-        """Share out what sublayers call; embedding, head and what is left are accelerate's to share out.
+        """Shard the sublayers' modules; embedding, head and the rest are left to accelerate.
 
         accelerate calls this twice: before it has noted which parameters the optimiser has, and after that.
         """
@@ -49,7 +49,7 @@ class ProgramSharding(FullyShardedDataParallelPlugin):  # type: ignore[misc] # a
 
 
 def gathered_together(model: nn.Module) -> list[list[nn.Module]]:
-    """Modules in the groups in which they are called: those of a sublayer, and of all that share a parameter with it.
+    """Group modules by calls: those of a sublayer, and of all that share a parameter with it.
 
     Modules of layers that the program does not call are groups, too, which are never gathered.
 
@@ -78,7 +78,7 @@ def _parameters(modules: list[nn.Module]) -> set[int]:
 
 @torch.no_grad()
 def whole_of(parameter: Tensor) -> Tensor:
-    """A parameter in one piece; where it is shared out, all processes ask for it at the same time."""
+    """A parameter in one piece; where it is sharded, all processes ask at the same time."""
     if isinstance(parameter, DTensor):
         return parameter.full_tensor()
     return parameter.detach()
@@ -86,7 +86,7 @@ def whole_of(parameter: Tensor) -> Tensor:
 
 @torch.no_grad()
 def set_whole(parameter: Tensor, numbers: Tensor) -> None:
-    """Set a parameter to numbers that every process has; of one that is shared out each takes its own."""
+    """Set a parameter to numbers that every process has; of a sharded one each takes its own."""
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         numbers = distribute_tensor(numbers.to(parameter.device), mesh, parameter.placements, src_data_rank=None)
@@ -94,10 +94,10 @@ def set_whole(parameter: Tensor, numbers: Tensor) -> None:
 
 
 def check_sharding(config: Mapping[str, Any], processes: int) -> dict[str, Any]:
-    """The configuration of FSDP as TrainingArguments take it.
+    """Convert FSDP's configuration for TrainingArguments.
 
     Raises:
-        ValueError: if there is one process only, or the configuration says what does not go with a program.
+        ValueError: if there is one process only, or the configuration does not go with a program.
     """
     if processes == 1:
         raise ValueError(
@@ -115,24 +115,24 @@ def check_sharding(config: Mapping[str, Any], processes: int) -> dict[str, Any]:
 
 
 def launched_sharded() -> bool:
-    """Whether accelerate launch has started this process to share parameters out."""
+    """Whether accelerate launch asks for FSDP."""
     return bool(str_to_bool(os.environ.get(LAUNCHED, "false")))
 
 
 def load_whole() -> None:
-    """Have every process of a run read all weights: an original is needed by each, and accelerate fills the first's."""
+    """Have every process read all weights: each needs an original, and accelerate fills only the first's."""
     if launched_sharded():
         os.environ[ON_ONE] = "false"
 
 
 def share_out(accelerator: Accelerator, asked: Mapping[str, Any] | None) -> bool:
-    """Have an accelerator share parameters out as a program calls for them; on CPUs, too, where it would replicate.
+    """Have an accelerator shard parameters by the program; on CPUs, too, where it would replicate.
 
     Args:
-        asked: what accelerate's plugin is made of; None for what accelerate launch says.
+        asked: arguments of accelerate's plugin; None for those of accelerate launch.
 
     Returns:
-        Whether it does.
+        Whether it shards.
 
     Raises:
         ValueError: if accelerate launch asks for another version than FSDP2, or to divide more than the batch.
@@ -161,10 +161,10 @@ def share_out(accelerator: Accelerator, asked: Mapping[str, Any] | None) -> bool
 
 
 def go_on_as(accelerator: Accelerator, checkpoint: Path) -> None:
-    """Have a run write its checkpoints as the one that it goes on from is written, whole or in shares.
+    """Have a run write its checkpoints like the one it resumes from, whole or in shards.
 
     Raises:
-        ValueError: if one of the two has its parameters shared out, and the other one has not.
+        ValueError: if only one of the two has its parameters sharded.
     """
     kinds = {
         "SHARDED_STATE_DICT": (checkpoint / _SHARES).is_dir(),

@@ -1,6 +1,6 @@
-"""transformers' Trainer on a model with a program: its loss, its steps, its checkpoints, what it measures meanwhile.
+"""transformers' Trainer on a model with a program: loss, steps, checkpoints, measurements.
 
-What of the Trainer's own is private is overridden only where nothing public is asked; each such method says why.
+Private methods of the Trainer are overridden only where there is no public hook; each such method says why.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ _WINDOWS_NAMED = 16
 
 
 class Measure(Protocol):
-    """What judges a model while it is trained."""
+    """Judges a model while it is trained."""
 
     @property
     def original(self) -> Quality | None:
         """The original's own quality; None without one."""
 
     def measure(self, model: nn.Module, step: int) -> Quality:
-        """The quality of a model as it is after so many steps, without dropout."""
+        """Measure a model after so many steps, without dropout."""
 
 
 class ModelTrainer(Trainer):
     """A Trainer whose loss is the text's or a distillation's, and whose evaluation is a `Measure`.
 
-    A step whose loss or gradient is not finite is not taken, and ends the run. Checkpoints hold what is trained, and
-    have their names when they are whole (`RunCheckpoints`).
+    A step whose loss or gradient is not finite is not taken, and ends the run. Checkpoints hold what is trained
+    (`RunCheckpoints`).
 
     Attributes:
         balance: of a mixture's experts, whose loss is added.
-        order: which windows each step is made on.
-        batch: how many a step has, over all processes.
+        order: of windows, over all steps.
+        batch: windows of a step, over all processes.
         checkpoints: of the run.
-        empty: where parameters are shared out among processes, the model without numbers, to be filled with all.
+        empty: where parameters are sharded, the model without numbers, to be filled with all.
     """
 
     def __init__(
@@ -102,11 +102,11 @@ class ModelTrainer(Trainer):
         self.is_fsdp_enabled = share_out(self.accelerator, self.args.fsdp_plugin_args)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *others: Any, **options: Any) -> Any:
-        """As Trainer's.
+        """Train, or resume, as the Trainer does.
 
         Raises:
-            OSError: if the disk has no room for the run's checkpoints.
-            ValueError: if those that are there are of something else.
+            OSError: if the disk has no room for the run's checkpoints, or fills up.
+            ValueError: if existing checkpoints are of something else.
         """
         if self.args.should_save:
             self.checkpoints.require_room(self.model, self._saves_frozen)
@@ -140,7 +140,7 @@ class ModelTrainer(Trainer):
 
     @property
     def _saves_frozen(self) -> bool:
-        """Whether checkpoints have what is not trained, too: those of FSDP and DeepSpeed do, but for adapters."""
+        """Whether checkpoints have frozen parameters, too: those of FSDP and DeepSpeed do, but for adapters."""
         return self.empty is not None and not isinstance(self.model, PeftModel)
 
     def whole_model(self) -> Any:
@@ -161,10 +161,7 @@ class ModelTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | int | None]:
-        """The micro-batches of a step; none where the run was at its end already, which the Trainer sees after a step.
-
-        So it is where it goes on from a checkpoint at which it had ended early.
-        """
+        """Get the micro-batches of a step; none where a resumed run had ended early, which the Trainer notices late."""
         if self.control.should_training_stop:
             return [], None
         samples: tuple[list[Any], Tensor | int | None] = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -205,7 +202,7 @@ class ModelTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The mean loss of a micro-batch, in nats per predicted token, and what the balance of experts adds to it."""
+        """Compute the mean loss of a micro-batch, in nats per predicted token, with the experts' balance."""
         del num_items_in_batch
         with self.balance.watched() as seen:
             if self.towards is None:
@@ -227,7 +224,7 @@ class ModelTrainer(Trainer):
         return loss
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """The gradient's norm; here every process has the same gradient, and no step has been taken yet.
+        """Compute the gradient's norm; here every process has the same gradient, and no step has been taken yet.
 
         Private: `on_pre_optimizer_step`, the public hook, has only the clipped gradient, of which another norm would
         take another pass over all of it.
@@ -253,7 +250,7 @@ class ModelTrainer(Trainer):
         )
 
     def _last_good(self) -> str:
-        """Where weights are that were finite, and what to do; the end of a message."""
+        """Where finite weights are, and what to do; the end of a message."""
         there = self.checkpoints.until(self.state.global_step)
         if there:
             where = f"the weights after step {max(there)} are in {there[max(there)]}"
@@ -284,7 +281,7 @@ class ModelTrainer(Trainer):
         return metrics
 
     def measured(self, model: nn.Module) -> Quality:
-        """The quality of the model as it is now on held-out text.
+        """Measure the model as it is now on held-out text.
 
         Raises:
             Diverged: if its predictions are not finite.
@@ -328,12 +325,12 @@ class ModelTrainer(Trainer):
 
 
 def predicted_tokens(windows: Mapping[str, Tensor]) -> Tensor:
-    """How many tokens of some windows are predicted, a number."""
+    """Count the predicted tokens of windows."""
     return (windows["labels"][:, 1:] != IGNORED).sum()
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
-    """The same modules without numbers, to take in a state dict that was gathered from sharded ones."""
+    """Copy modules without numbers, to take in a state dict gathered from sharded ones."""
     empty = {
         id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
         for parameter in model.parameters()
@@ -343,7 +340,7 @@ def meta_copy(model: nn.Module) -> nn.Module:
 
 
 def filled(empty: nn.Module, state: dict[str, Any]) -> nn.Module:
-    """A copy without numbers, with those of a whole state dict."""
+    """Fill a copy without numbers from a whole state dict."""
     missing = empty.load_state_dict(state, strict=False, assign=True).missing_keys
     whole: Any = empty.get_base_model() if isinstance(empty, PeftModel) else empty
     whole.tie_weights()

@@ -1,8 +1,8 @@
-"""Messages between racks, by torch.distributed (gloo): streams from each rack to the next, codas among all of them.
+"""Streams and codas between racks: by torch.distributed (gloo) between processes, by files between racks in turn.
 
-A rack needs its streams in the order in which the rack before makes them, so nobody asks: one sends, the other
-receives, and bounded queues hold back a rack that is too far ahead. What a rack has sent is not kept. Where a process
-ends, the connections of all others break, and all racks go on from a checkpoint that every one of them has (`meeting`).
+A rack needs streams in the order in which the rack before makes them, so it just receives; bounded queues hold back a
+rack that is too far ahead. Sent streams are not kept. Where a process ends, all connections break, and all racks resume
+from a checkpoint that every one of them has.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _NO_MORE = -1  # in place of a kind
 
 
 class RackExchange:
-    """What one rack sends and receives; of several processes that share a rack, each has to do with its own number.
+    """Connections of one rack to all others; replicas of a rack connect to those of their own number.
 
-    Where another process ends, everything here raises RuntimeError, as torch.distributed does.
+    Where another process ends, every method raises RuntimeError, as torch.distributed does.
 
     Attributes:
-        index: this rack's.
-        racks: how many there are.
+        index: of this rack.
+        racks: their number.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class RackExchange:
         """Connect to all other racks, which do the same.
 
         Args:
-            store: in which the processes of the same number in each rack find each other.
+            store: of the processes of one replica number.
             ahead: windows that a rack may be ahead of the next one.
             link: emulated for all that is sent; the racks must be on one machine.
         """
@@ -76,7 +76,7 @@ class RackExchange:
             thread.start()
 
     def offer(self, *items: tuple[ItemKey, Tensor]) -> None:
-        """Send streams of windows, (tokens, width) each, to the next rack; waits where too many are under way."""
+        """Send streams of windows, (tokens, width) each, to the next rack; waits while the queue is full."""
         with self._log.waiting("wait_room", items[0][0]):
             for key, stream in items:
                 self._put((key, stream.detach().to("cpu", copy=True).contiguous()))
@@ -101,10 +101,10 @@ class RackExchange:
         return stream
 
     def gather(self, step: int, coda: Tensor) -> list[Tensor]:
-        """The codas of all racks after a step, (numbers,) each, in the racks' order; each rack gives its own.
+        """Gather the codas of all racks after a step, (numbers,) each, in the racks' order.
 
         Raises:
-            ValueError: if one has another number of them.
+            ValueError: if one has another size.
         """
         with self._log.waiting("wait_input", ItemKey(step, ItemKind.CODA)):
             others = self.racks - 1
@@ -136,12 +136,12 @@ class RackExchange:
             self._saved = None
 
     def checkpoint_saved(self) -> None:
-        """Say that this rack has another checkpoint; the others say it of theirs when they have it."""
+        """Tell the other racks that this one has another checkpoint."""
         self.before_checkpoint()
         self._saved = self._checkpoints.barrier()
 
     def finish(self) -> None:
-        """Wait until everything has been sent and received, and all racks are as far."""
+        """Wait until everything is sent and received, and all racks are done."""
         if self.index + 1 < self.racks:
             self._put(None)
         if self.index > 0 and (rest := self._incoming.get()) is not None:
@@ -205,7 +205,7 @@ _STREAMS = "streams"  # of a file: (windows, tokens, width)
 
 @dataclass(frozen=True)
 class RackStreams:
-    """What a rack takes, and what it hands on: a micro-batch at a time.
+    """Streams that a rack takes and gives, a micro-batch at a time.
 
     Places count windows in the run's order; step s, from 1, has those from (s - 1) * batch on.
 
@@ -220,24 +220,24 @@ class RackStreams:
     sink: RackExchange | KeptStreams | None = None
 
     def take(self, places: Tensor) -> Tensor | None:
-        """The streams of a micro-batch, (windows, tokens, width); None where they begin in this rack."""
+        """Ask for the streams of a micro-batch, (windows, tokens, width); None in the first rack."""
         if self.source is None:
             return None
         return torch.stack([self.source.ask(key) for key in self._keys(places)])
 
     def give(self, places: Tensor, stream: Tensor) -> None:
-        """Hand on the streams of a micro-batch."""
+        """Offer the streams of a micro-batch."""
         if self.sink is not None:
             self.sink.offer(*zip(self._keys(places), stream, strict=True))
 
     def take_held_out(self, step: int, window: int) -> Tensor | None:
-        """The stream of a window of the held-out text, (1, tokens, width), after so many steps of the rack before."""
+        """Ask for the stream of a held-out window, (1, tokens, width), after so many steps of the rack before."""
         if self.source is None:
             return None
         return self.source.ask(ItemKey(step, ItemKind.HELD_OUT, window))[None]
 
     def give_held_out(self, step: int, window: int, stream: Tensor) -> None:
-        """Hand on the stream of a window of the held-out text after so many steps."""
+        """Offer the stream of a held-out window after so many steps."""
         if self.sink is not None:
             self.sink.offer((ItemKey(step, ItemKind.HELD_OUT, window), stream[0]))
 
@@ -246,13 +246,12 @@ class RackStreams:
 
 
 class KeptStreams:
-    """A `StreamSource` and a `StreamSink`: what is offered by one process may be asked for by another, later.
+    """Streams in files, for a rack that is trained later.
 
-    What is offered again stays as it was offered first. Each offer is a file of its own, of windows that follow each
-    other.
+    A stream that is offered again stays as it was. Each offer is a file, of windows that follow each other.
 
     Args:
-        folder: in the folder of the rack that they come from; it is made.
+        folder: in the folder of the rack before; it is made.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -268,7 +267,7 @@ class KeptStreams:
             self._places[first._replace(place=first.place + place)] = path, place
 
     def require_room(self, needed: int) -> None:
-        """Refuse to begin where the disk has no room for the streams of a run, of so many bytes.
+        """Refuse a run whose streams, of so many bytes, the disk cannot hold.
 
         Raises:
             OSError: with the folder, what is needed, and what is there.
@@ -276,7 +275,7 @@ class KeptStreams:
         check_space(self.folder, max(1, needed - sum(path.stat().st_size for path in self.folder.iterdir())))
 
     def offer(self, *items: tuple[ItemKey, Tensor]) -> None:
-        """As `StreamSink` has it; they are on the disk before a checkpoint says that they were offered."""
+        """Write streams; they are on the disk before a checkpoint."""
         step = items[0][0].step
         if step > 1 and ItemKey(step - 1, ItemKind.TRAINING) not in self._places:
             raise OSError(
@@ -292,7 +291,7 @@ class KeptStreams:
             self._note(path, first, len(new))
 
     def ask(self, key: ItemKey) -> Tensor:
-        """As `StreamSource` has it."""
+        """Read the stream of a window, (tokens, width)."""
         try:
             path, place = self._places[key]
             with safe_open(path, framework="pt") as file:

@@ -1,4 +1,4 @@
-"""What went over a rack's connections, counted, and where its time went."""
+"""Traffic of a rack's connections, and a timeline of its work."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Direction = Literal["forward", "codas"]
 
 
 class ItemKind(IntEnum):
-    """What an item is, in the order in which a rack makes them after the same number of steps."""
+    """Kinds of items, in the order in which a rack makes them after the same number of steps."""
 
     TRAINING = 0
     HELD_OUT = 1
@@ -43,11 +43,11 @@ class ItemKind(IntEnum):
 
 
 class ItemKey(NamedTuple):
-    """Which item; keys are ordered as a rack makes the items.
+    """Key of an item; keys are ordered as a rack makes the items.
 
     Attributes:
-        step: of training, from 1: the step that it is an input of; of others, how many steps had been made.
-        place: of training, which window of the step's batch; of held-out text, which window.
+        step: of training, from 1, that it is an input of; of others, the number of steps made before.
+        place: of training, the window in the step's batch; of held-out text, the window.
     """
 
     step: int
@@ -64,24 +64,24 @@ class ItemKey(NamedTuple):
 
 
 class RackLog:
-    """What a rack has sent and received, in this process and those before it, and what it did when.
+    """Traffic of a rack, in this process and earlier ones, and a timeline.
 
-    Traffic is counted in bytes and items by what they were: streams go forward, to the next rack, codas to all racks.
+    Traffic is counted in bytes and items by kind: streams go forward, to the next rack, codas to all racks.
 
-    The timeline is a table: start, end (seconds of this machine's monotonic clock), what, and of what item. A rack
-    computes (`compute`, the optimiser's steps and checkpoints among it) when it does not wait for input (`wait_input`)
-    or for room in front of the next rack (`wait_room`). Transfers (`send`), which go on beside that, last until they
-    have arrived, over an emulated link too.
+    The timeline is a table: start, end (seconds of this machine's monotonic clock), activity, and item. A rack computes
+    (`compute`, with the optimiser's steps and checkpoints) when it does not wait for input (`wait_input`) or for room
+    in front of the next rack (`wait_room`). Transfers (`send`) go on beside that, and last until they have arrived,
+    over an emulated link too.
 
     Attributes:
         waited: seconds in all.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        """Begin, or go on.
+        """Begin, or resume.
 
         Args:
-            folder: of both files; what is in them stays. None keeps all in memory.
+            folder: of both files; None keeps all in memory.
         """
         self.folder = folder
         self.waited = 0.0
@@ -106,16 +106,15 @@ class RackLog:
             writer.writerows(whole)
 
     def count(self, way: Way, direction: Direction, kind: ItemKind, size: int, items: int = 1) -> None:
-        """So many items, of so many bytes together."""
+        """Count items, of so many bytes together."""
         place = (way, direction, kind.name.lower())
         with self._lock:
             self._bytes[place] += size
             self._items[place] += items
 
     def traffic(self) -> dict[str, Any]:
-        """{"sent": {"forward": {"bytes", "items", "training": {"bytes", "items"}, ...}, ...}, "received": ..., "peak"}.
-
-        "peak" is the most memory that this process has held, in bytes.
+        """Nest the counts by way, direction and kind, with totals in bytes and items; "peak" is the process's peak
+        memory in bytes.
         """
         found: dict[str, Any] = {way: {each: {"bytes": 0, "items": 0} for each in _DIRECTIONS} for way in _WAYS}
         with self._lock:
@@ -127,12 +126,11 @@ class RackLog:
         return found | {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
 
     def begin_computing(self) -> None:
-        """Computing begins now."""
         self._computes_since = time.monotonic()
 
     @contextmanager
     def waiting(self, what: Literal["wait_input", "wait_room"], key: ItemKey) -> Iterator[None]:
-        """The time that something waits; before it, the rack has computed."""
+        """Time a wait; before it, the rack has computed."""
         begun = time.monotonic()
         if self._computes_since is not None:
             self.add(self._computes_since, begun, "compute", key)
@@ -151,7 +149,7 @@ class RackLog:
                 self._write_rows()
 
     def write(self) -> None:
-        """Write the counts as they are now, and what has been held back of the timeline."""
+        """Write the counts, and buffered rows of the timeline."""
         with self._lock:
             self._write_rows()
         if self.folder is not None:
@@ -168,10 +166,10 @@ class RackLog:
 
 @dataclass(frozen=True)
 class RackPace:
-    """How slow a rack is made.
+    """Artificial slowness of a rack.
 
     Attributes:
-        factor: what the time of a micro-batch's forward and backward pass is multiplied with, by sleeping after it.
+        factor: multiplies the time of a micro-batch's forward and backward pass, by sleeping after it.
         least: seconds that they take at least.
     """
 
@@ -187,7 +185,7 @@ class RackPace:
 
 
 def paced_loss(loss: LossParts, pace: RackPace, log: RackLog) -> LossParts:
-    """A loss of which each micro-batch, with its backward pass, takes as long as a pace says, waiting apart."""
+    """Slow a loss, with its backward pass, down to a pace; waiting for others is not counted."""
 
     def busy() -> float:
         return time.monotonic() - log.waited

@@ -1,23 +1,22 @@
-"""The folder of a run of racks in processes of their own: all that a rack's process has to know, and what it leaves.
+"""Files of a run of racks in processes of their own.
 
-RUN/racks.json            what is trained, and how: `RacksPlan`
+RUN/racks.json            `RacksPlan`
 RUN/texts.arrow           the training text, in windows
-RUN/texts.safetensors     the held-out text, in windows, and what both are
+RUN/texts.safetensors     the held-out text, in windows, and names of both
 RUN/start/rack-R.safetensors   the rack as it begins
 RUN/start/teacher-R.safetensors   its part of the original, where racks are distilled
 RUN/rack-R/               the rack's own run, as every run's folder: run.json, training.csv, held_out.csv, checkpoints
 RUN/rack-R/process.json   the number of the process, while it runs
-RUN/rack-R/timeline.csv   what it did when (`rack_log.RackLog`)
-RUN/rack-R/traffic.json   what it sent and received (`rack_log.RackLog`)
-RUN/rack-R/log.txt        what it said
-RUN/rack-R/rack.safetensors, result.json   what came of it
+RUN/rack-R/timeline.csv   `rack_log.RackLog`
+RUN/rack-R/traffic.json   `rack_log.RackLog`
+RUN/rack-R/log.txt        its output
+RUN/rack-R/rack.safetensors, result.json   its result
 
-Racks in turn leave the same, but for racks.json, texts.*, start/ and what a process has for itself; their streams lie
-in RUN/rack-R/streams/.
+Racks in turn leave the same, but for racks.json, texts.*, start/ and files of processes; their streams lie in
+RUN/rack-R/streams/.
 
-Where several processes share a rack's batches, replicas of it, RUN/rack-R/ is the run of all of them. What each has for
-itself (process.json, timeline.csv, traffic.json, log.txt) the first one has there, and the others have in
-RUN/rack-R/replica-1/, ...
+Replicas of a rack share RUN/rack-R/. Files of a process (process.json, timeline.csv, traffic.json, log.txt) lie there
+for the first one, and in RUN/rack-R/replica-1/, ... for others.
 """
 
 from __future__ import annotations
@@ -54,9 +53,8 @@ class RacksToTrain:
         whole: the model, edited or not, which is left as it is; racks that take turns need numbers of at least 32 bits.
         racks: of its program.
         folder: of the runs.
-        original: loads what divergence is from, and what racks that are distilled learn from; None where it is not
-            known.
-        identity: what the whole model follows from, as JSON values.
+        original: loads the original, for divergence and distillation; None where it is unknown.
+        identity: of the whole model, as JSON values.
         seed: of the random numbers that codas begin with; None for copies of the model's last layers.
         device: "cpu" or "cuda".
 
@@ -80,14 +78,14 @@ class RacksToTrain:
             raise ValueError("there is no original to distil from; name it as the teacher")
 
     def identity_of_racks(self) -> dict[str, Any]:
-        """What every rack's run follows from, beside settings and text, as JSON values."""
+        """Identity of every rack's run, beside settings and text, as JSON values."""
         distillation = self.settings.distillation
         distilled = {} if distillation is None else {"distillation": asdict(distillation)}
         cut = {"racks": self.racks.texts, "coda": self.racks.depth, "coda_seed": self.seed}
         return {**self.identity} | cut | distilled
 
     def settings_and_text(self) -> dict[str, Any]:
-        """What `train` adds to the identity of a run."""
+        """Entries that `train` adds to the identity of a run."""
         texts = {"data": self.texts.training.digest, "held_out": self.texts.held_out.digest}
         return {"settings": replace(self.settings, distillation=None).to_json()} | texts
 
@@ -116,7 +114,7 @@ ALWAYS = "always"
 
 
 def parse_averaging(text: str | int) -> int | None:
-    """After how many steps codas are averaged, from "never", a number, or "always"; None if they are not.
+    """Parse "never", a number of steps between averages of codas, or "always"; None for never.
 
     Raises:
         ValueError: if it is none of these.
@@ -144,17 +142,17 @@ START = "start"
 
 @dataclass(frozen=True)
 class ProcessOptions:
-    """How racks in processes of their own go about it; none of it changes what comes of an average of never.
+    """Options of racks in processes; without averaging none of them changes the result.
 
     Attributes:
         average: codas are averaged "never", every so many steps, or "always" (after each).
-        ahead: how many micro-batches a rack may be ahead of the next one.
-        link: emulated between all racks; they must be on one machine then.
+        ahead: micro-batches that a rack may be ahead of the next one.
+        link: emulated between all racks, on one machine.
         pace: of each rack, to make some slower; empty for none.
         away: seconds that racks wait for each other to begin.
         threads: of each process; None for the cores shared out.
-        replicas: how many processes share each rack's batches. Each sends its windows' streams to the one of the same
-            number in the next rack; the result is that of one process, up to rounding.
+        replicas: processes that share each rack's batches, with the result of one process, up to rounding. Each sends
+            its windows' streams to the replica of its number in the next rack.
     """
 
     average: str | int = NEVER
@@ -178,8 +176,8 @@ class RacksPlan:
     """What all processes of a run know.
 
     Attributes:
-        racks: how many there are.
-        identity: what each rack's run follows from, beside which it is, as JSON values.
+        racks: their number.
+        identity: of each rack's run, as JSON values.
         settings: of each rack.
         device: "cpu" or "cuda".
     """
@@ -191,12 +189,11 @@ class RacksPlan:
     device: str
 
     def write(self, run: Path) -> None:
-        """Write it."""
         write_json(run / PLAN_FILE, {**asdict(self), "settings": self.settings.to_json()})
 
     @classmethod
     def read(cls, run: Path) -> RacksPlan:
-        """What a run's folder says.
+        """Read a run's plan.
 
         Raises:
             FileNotFoundError: if it has no such file.
@@ -215,7 +212,7 @@ class RacksPlan:
 
 
 def rack_folder(run: Path, index: int, replica: int = 0) -> Path:
-    """The folder of a rack's run, or of what one of its processes has for itself."""
+    """The folder of a rack's run, or of files of one of its replicas."""
     folder = run / f"rack-{index}"
     if replica:
         return folder / f"replica-{replica}"
@@ -228,7 +225,7 @@ def start_file(run: Path, index: int) -> Path:
 
 
 def teacher_file(run: Path, index: int) -> Path:
-    """Its part of the original."""
+    """A rack's part of the original."""
     return run / START / f"teacher-{index}.safetensors"
 
 
@@ -245,7 +242,7 @@ def write_texts(run: Path, texts: TrainTexts) -> None:
 
 
 def read_texts(run: Path) -> TrainTexts:
-    """Both texts.
+    """Read both texts.
 
     Raises:
         FileNotFoundError: if they are not there.

@@ -1,11 +1,11 @@
-"""All racks of a model trained at once, in processes that are started, watched, started again, and gathered at the end.
+"""All racks of a model trained at once, in processes that are started, watched, restarted, and gathered at the end.
 
-Torchrun's elastic agent does not do this: it starts processes again after an error that comes again, gives up after so
-many starts however far the run has got, and leaves processes behind when it is killed. Here all racks are started again
-where a process of one was killed, as often as they get further in between.
+Torchrun's elastic agent restarts processes after an error that comes again, gives up after so many starts however far
+the run has got, and leaves processes behind when it is killed. Here all racks restart where a process was killed, as
+often as they get further in between.
 
-One rack is one process, or several that train together. These find each other as the processes of torchrun do: by a
-store, which the supervisor holds, and by variables in the environment.
+Replicas of a rack find each other like the processes of torchrun, by a store, which the supervisor holds, and by
+variables in the environment.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from surgeon.training.run_log import HELD_OUT_FILE, TRAINING_FILE, read_rows
 
 
 def prepare(asked: RacksToTrain, options: ProcessOptions | None = None) -> RacksPlan:
-    """Write what the racks' processes begin with, where it is not there; errors as of `train_in_processes`."""
+    """Write the files that processes begin with, where they are missing; errors as of `train_in_processes`."""
     racks = asked.racks
     settings = asked.settings
     folder = asked.folder
@@ -86,7 +86,7 @@ def prepare(asked: RacksToTrain, options: ProcessOptions | None = None) -> Racks
 
 
 def _write_racks(asked: RacksToTrain) -> None:
-    """Every rack as it begins, and its part of the original where it is distilled."""
+    """Write every rack as it begins, and its part of the original where it is distilled."""
     racks = asked.racks
     folder = asked.folder
     (folder / START).mkdir(exist_ok=True)
@@ -100,7 +100,7 @@ def _write_racks(asked: RacksToTrain) -> None:
 
 
 def commands_by_hand(folder: Path, racks: int) -> list[str]:
-    """How the racks of a run that was prepared are started by hand; none where all are done."""
+    """Commands that start the racks of a prepared run; none where all are done."""
     if all(is_done(folder, index) for index in range(racks)):
         return []
     replicas = RacksPlan.read(folder).options.replicas
@@ -120,15 +120,15 @@ _VAIN_STARTS = 3  # in a row that end before another checkpoint
 
 
 class RackFailed(ChildProcessError):
-    """A rack's process could not go on; the message is what it said last."""
+    """A rack's process could not go on; the message is its last line."""
 
 
 def train_in_processes(asked: RacksToTrain, options: ProcessOptions | None = None) -> RacksTrained:
     """Train all racks of a model at once, each in a process of its own, which send each other their streams.
 
-    Where a process is killed all racks go on from the newest checkpoint that each of them has. Killed as a whole, the
-    same call goes on. Without averaging the numbers are those of `train_in_turn`, bit for bit; with several
-    processes for each rack, which share its batches, up to rounding. The run's files are described in `run_files`.
+    Where a process is killed all racks resume from the newest checkpoint that each of them has. Killed as a whole, the
+    same call resumes. Without averaging the numbers are those of `train_in_turn`, bit for bit; with replicas, up to
+    rounding. `run_files` describes the files.
 
     Raises:
         RackFailed: if one could not go on; the run can, once that is mended.
@@ -162,7 +162,7 @@ def train_in_processes(asked: RacksToTrain, options: ProcessOptions | None = Non
 
 
 class _End(NamedTuple):
-    """How a process has ended that took the others with it: its rack's exit code (negative for a signal), its words."""
+    """How the process ended that took the others with it: its rack, exit code (negative for a signal), and words."""
 
     who: str
     code: int
@@ -170,10 +170,9 @@ class _End(NamedTuple):
 
 
 class _Processes:
-    """The processes of all racks, from one start to their end."""
+    """Processes of all racks, from one start to their end."""
 
     def __init__(self, run: Path, plan: RacksPlan) -> None:
-        """Start them."""
         self.run = run
         self.children: dict[tuple[int, int], Child] = {}
         # New for each start, on this machine alone: of all racks, and of the processes of each.
@@ -198,7 +197,7 @@ class _Processes:
         return rack_folder(self.run, rack, replica) / LOG_FILE
 
     def look(self) -> _End | None:
-        """How they have ended; None as long as they go on. When one has failed, all are ended."""
+        """How they have ended; None while they go on. When one has failed, all are ended."""
         codes = [child.poll() for child in self.children.values()]
         if None in codes and not any(codes):
             return None
@@ -231,7 +230,7 @@ class _Processes:
         return _End(who, code, next(errors, said))
 
     def end(self) -> None:
-        """Have them end at once, and wait until they have."""
+        """Kill them, and wait until they have ended."""
         for child in self.children.values():
             child.kill()
         for child in self.children.values():
@@ -284,7 +283,7 @@ def _work(run: Path, plan: RacksPlan, steps: int) -> None:
 
 
 def _require_signal(end: _End, starts_in_vain: int, saved: int) -> None:
-    """Say that the racks go on where one was ended by a signal; an error is the run's, and so are signals in vain."""
+    """Announce a restart after a signal; an error ends the run, and so do signals without progress."""
     if end.code == DIVERGED:
         raise Diverged(end.said)
     if end.code > 0:

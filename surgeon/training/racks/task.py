@@ -1,4 +1,4 @@
-"""A rack under `train()`: where its streams come from and go to, its loss, and what it is judged by."""
+"""Training of a rack: its streams, loss and measure; of all racks in turn; and the result of all."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from surgeon.training.trainer import Measure
 
 
 def teacher_of(original: PreTrainedModel, racks: Racks, index: int) -> RackModel:
-    """The original's layers that a rack stands for: from where its stream comes in to where it is handed on.
+    """Cut a rack's layers out of the original: from where its stream comes in to where it is handed on.
 
     Args:
         original: unedited; it is left as it is.
@@ -144,11 +144,10 @@ class RackHeldOut:
 
     @property
     def original(self) -> Quality | None:
-        """The original's own quality; None without one."""
         return self.held_out.original
 
     def measure(self, model: nn.Module, step: int) -> Quality:
-        """The quality of the coda's prediction after so many steps; what is known already is not measured again."""
+        """Measure the coda's prediction after so many steps, once for each."""
         if self._latest is None or self._latest[0] != step:
             self._latest = step, self._measured(model, step)
         return self._latest[1]
@@ -175,7 +174,7 @@ def rack_task(
     teacher: RackModel | None = None,
     distillation: Distillation | None = None,
 ) -> TrainingTask:
-    """What `train` trains a rack by.
+    """Make the task that `train` trains a rack by.
 
     Args:
         teacher: its part of the original (`teacher_of`), where it is distilled.
@@ -190,7 +189,7 @@ def rack_task(
 
 @dataclass(frozen=True)
 class RacksTrained:
-    """What training racks came to.
+    """The result of training racks.
 
     Attributes:
         model: the whole model, in memory.
@@ -212,7 +211,7 @@ def train_rack(
     identity: Mapping[str, Any],
     device: str,
 ) -> None:
-    """Train a rack, or go on with it, and write what comes of it: one that has a result is done.
+    """Train a rack, or resume it, and write its result; one that has a result is done.
 
     Args:
         run: of all racks.
@@ -232,7 +231,7 @@ def train_rack(
 
 
 def is_done(run: Path, index: int) -> bool:
-    """Whether a rack is.
+    """Whether a rack is done.
 
     Raises:
         FileNotFoundError: if it was, and is gone.
@@ -245,7 +244,7 @@ def is_done(run: Path, index: int) -> bool:
 
 
 def gather(whole: PreTrainedModel, racks: Racks, run: Path) -> RacksTrained:
-    """What came of the racks of a run that is done.
+    """Collect the racks of a run that is done.
 
     Raises:
         FileNotFoundError: if one is not, or is gone.
@@ -262,9 +261,9 @@ def gather(whole: PreTrainedModel, racks: Racks, run: Path) -> RacksTrained:
 
 
 def finish_racks(folder: Path, racks: Racks, record: dict[str, Any]) -> None:
-    """Complete the record of a run of racks whose result is written, and remove weights, texts and what was kept.
+    """Complete the record of a run whose result is written, and remove weights, texts and streams.
 
-    Tables stay. The last rack's are put beside the record, since what it predicts is the whole model's prediction.
+    Tables stay; the last rack's, of the whole model's prediction, are copied beside the record.
 
     Raises:
         OSError: if the folder cannot be written.
@@ -288,7 +287,7 @@ def finish_racks(folder: Path, racks: Racks, record: dict[str, Any]) -> None:
 
 
 def train_in_turn(asked: RacksToTrain) -> RacksTrained:
-    """Train the racks of a model; a run that was killed goes on where it was. Each rack's run is as `train` leaves it.
+    """Train the racks of a model one after the other; a run that was killed resumes.
 
     Raises:
         ValueError: as `train`; or if there are several processes.

@@ -1,4 +1,4 @@
-"""Configurations of models from scratch: the YAML a user writes for `surgeon train`.
+"""Configurations of models from scratch: the YAML that a user writes for `surgeon train`.
 
     surgeon: 1
     model: {model_type: llama, hidden_size: 128, intermediate_size: 344, num_hidden_layers: 8, num_attention_heads: 4}
@@ -10,15 +10,14 @@
     window: 128
     training: {steps: 400, batch: 8, learning_rate: 2.0e-3, schedule: cosine, warmup: 20}
 
-`model` is a configuration as `transformers` knows it. `operations` are a recipe's, on a model of that many layers. In
-their place `program` may stand, as text, or `tracks: {count: 2, depth: 4}` for a native Parallel Track model: 2 narrow
-tracks that meet every 4 layers, as large together as the layers of `model` (see tracks.py). Without any of these the
-model is the plain one. `data` may be several texts with their shares of the windows, `{a.jsonl: 0.7, code/: 0.3}`, and
-`documents: apart` keeps documents from seeing each other (see training/packing.py). With `racks: {ranges: ["0:4",
-"4:8"], coda: 1}` it is trained rack by rack, each of which has a coda of so many layers and a loss of its own (see
-training/racks/); with `processes: true` in it all racks at once, and then their codas may be averaged (`average: 100`),
-and each rack may be several processes (`replicas: 2`). Every
-error names the file, the line, the value and what would be right.
+`model` is a configuration as `transformers` knows it. `operations` are a recipe's, on a model of that many layers.
+Instead there may be a `program`, as text, or `tracks: {count: 2, depth: 4}` for a native Parallel Track model: 2 narrow
+tracks that meet every 4 layers, as large together as the layers of `model` (tracks.py); or none of these, for the plain
+model. `data` may be several texts with their shares of the windows, `{a.jsonl: 0.7, code/: 0.3}`, and `documents:
+apart` keeps documents from seeing each other (training/packing.py). `racks: {ranges: ["0:4", "4:8"], coda: 1}` trains
+rack by rack, each with a coda of so many layers and a loss of its own (training/racks/); with `processes: true` all
+racks at once, whose codas may be averaged (`average: 100`), and each rack by several processes (`replicas: 2`). Every
+error names file, line, value and what would be right.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ _OF_HEALING = ("scope", "router", "lora", "distillation")  # by that key, of a m
 
 @dataclass(frozen=True)
 class TracksSection:
-    """The key `tracks`: how many there are, and how many layers they run between two joins."""
+    """The key `tracks`: number of tracks, and of layers between two joins."""
 
     __pydantic_config__ = _ONLY_THESE
 
@@ -75,15 +74,15 @@ class TracksSection:
 
 @dataclass(frozen=True)
 class ScratchKeys:
-    """What stands at the top of a configuration, beside `surgeon` and `operations`.
+    """Keys of a configuration, beside `surgeon` and `operations`.
 
     Attributes:
-        model: the entries of a `transformers` configuration, with its model_type.
+        model: entries of a `transformers` configuration, with its model_type.
         tokenizer: a folder, a name on the hub, or demo.
         data, eval_data, eval_tokens, tokens, window, separator, documents: as `load_texts` takes them; without `tokens`
             there is as much training text as the steps go through.
-        program: the model's program, where it is given as text.
-        tracks: of a native Parallel Track model; `model` is the dense one then that it is derived from.
+        program: as text.
+        tracks: of a native Parallel Track model, derived from the dense `model`.
         racks: that are trained each by a loss of its own; None trains the model as one.
     """
 
@@ -105,12 +104,12 @@ class ScratchKeys:
 
 @dataclass(frozen=True)
 class ScratchConfig(ScratchKeys):
-    """A model from scratch: its architecture, its program, its text, and how it is trained.
+    """A model from scratch: its architecture, program, text and training.
 
     Attributes:
-        settings: what the key `training` says.
-        operations: what is done to the plain model, as in a recipe.
-        source: where it was read from, for error messages.
+        settings: of the key `training`.
+        operations: on the plain model, as in a recipe.
+        source: for error messages.
         lines: of its keys, by the keys that lead there.
     """
 
@@ -120,12 +119,12 @@ class ScratchConfig(ScratchKeys):
     lines: Mapping[tuple[Any, ...], int] = field(default_factory=dict, repr=False, compare=False)
 
     def error(self, message: str, *path: Any) -> ValueError:
-        """An error of what stands under a key; `path` has the keys that lead there, or to where it would stand."""
+        """Make an error with the line of a key; `path` has the keys that lead there, or to where it would stand."""
         return ValueError(f"{self.source}:{line_of(path, self.lines)}: {message}")
 
     @contextmanager
     def under(self, key: str) -> Iterator[None]:
-        """What is refused inside is said of what stands under a key."""
+        """Add the line of a key to errors inside."""
         try:
             yield
         except ValueError as error:
@@ -133,11 +132,11 @@ class ScratchConfig(ScratchKeys):
 
     @property
     def recipe(self) -> Recipe:
-        """The operations, as a recipe has them."""
+        """The operations as a recipe."""
         return Recipe(str(self.model.get("model_type")), self.operations, source=self.source)
 
     def with_settings(self, **given: Any) -> ScratchConfig:
-        """The same with other settings; those that are None stay.
+        """Change some settings; those that are None stay.
 
         Args:
             given: fields of `TrainSettings`; of `arguments` those that are not given stay, too.
@@ -150,10 +149,10 @@ class ScratchConfig(ScratchKeys):
         return replace(self, settings=replace(self.settings, **wanted))
 
     def to_yaml(self, name: Callable[[str], str] = str) -> str:
-        """The configuration as text; `parse_config` reads it back.
+        """Write the configuration as text for `parse_config`.
 
         Args:
-            name: what is written in place of the names of texts and of the tokenizer.
+            name: maps the names of texts and of the tokenizer.
         """
         lines = [f"surgeon: {FORMAT}", f"model: {in_braces(self.model)}", _line("tokenizer", name(self.tokenizer))]
         if self.operations:
@@ -187,7 +186,7 @@ def read_config_file(path: Path) -> ScratchConfig:
 
 
 def parse_config(text: str, source: str = KIND) -> ScratchConfig:
-    """Read a configuration from its text; `source` names it in error messages.
+    """Parse a configuration; `source` names it in error messages.
 
     Raises:
         ValueError: if it is not a valid configuration, naming the line.
@@ -243,7 +242,7 @@ class ConfigReader(DocumentReader):
 
 
 def _numbers(value: Any) -> Any:
-    """A value whose texts like 2e-3 are the numbers that they look like."""
+    """Read texts like 2e-3, which YAML 1.1 takes for no numbers, as numbers."""
     if isinstance(value, dict):
         return {key: _numbers(inside) for key, inside in value.items()}
     if isinstance(value, list):
@@ -261,7 +260,7 @@ SHORTEST_WINDOW = 128
 
 
 def parse_scale(text: str) -> float:
-    """A scale such as 1/64 or 0.125.
+    """Parse a scale such as 1/64 or 0.125.
 
     Raises:
         ValueError: if it is no number above 0 and at most 1.
@@ -276,7 +275,13 @@ def parse_scale(text: str) -> float:
 
 
 def scaled(config: ScratchConfig, scale: float, steps: int | None = None) -> ScratchConfig:
-    """A configuration of the same shape whose widths are so many times as large.
+    """Scale a configuration's widths down, on fewer and shorter windows.
+
+    Counts stay: layers, heads, KV heads, tracks, experts, racks, codas, steps. Widths (of the stream, of a head, of
+    neurons) are multiplied by the scale s, so that the layers' parameters come to about s^2 of what they were, and so
+    are the tokens of a step: tokens for each parameter stay. Windows are multiplied by s, too, down to 128 tokens; the
+    rest falls on the batch. The learning rate, which wider models take lower, is divided by the root of s. The
+    vocabulary becomes the tokenizer's.
 
     Args:
         scale: above 0, at most 1.
@@ -297,7 +302,7 @@ def scaled(config: ScratchConfig, scale: float, steps: int | None = None) -> Scr
 
 
 def _narrower(config: ScratchConfig, scale: float) -> dict[str, Any]:
-    """The entries of the model, narrower; heads stay, and their width is even, as rotary positions need it."""
+    """Narrow the entries of the model; heads stay, and their width is even, as rotary positions need it."""
     entries = {name: value for name, value in config.model.items() if name not in ("model_type", "vocab_size")}
     model_type = config.model.get("model_type")
     with config.under("model"):
