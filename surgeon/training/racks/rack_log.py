@@ -113,9 +113,7 @@ class RackLog:
             self._items[place] += items
 
     def traffic(self) -> dict[str, Any]:
-        """Nest the counts by way, direction and kind, with totals in bytes and items; "peak" is the process's peak
-        memory in bytes.
-        """
+        """Nest the counts by way, direction and kind, with totals, and the process's peak memory in bytes."""
         found: dict[str, Any] = {way: {each: {"bytes": 0, "items": 0} for each in _DIRECTIONS} for way in _WAYS}
         with self._lock:
             for (way, direction, kind), size in self._bytes.items():
