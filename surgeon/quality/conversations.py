@@ -2,8 +2,8 @@
 
 Where a chat template marks answers ({% generation %}), its marks are taken. Otherwise an answer is the text that the
 whole conversation shares with the conversation ending in that answer, behind the generation prompt: a model is only
-trained on text that it would have read and written there. Where a template rewrites earlier answers (Qwen3 removes
-reasoning), these have no such text. A token across the border of prompt and answer counts as the answer's.
+trained on text that it would have read and written there. Answers that a template rewrites later (Qwen3 removes
+reasoning) have no such text. A token across the border of prompt and answer counts as the answer's.
 
 Every key of a row is used, or counted as left out, or the row is refused.
 """
@@ -259,16 +259,13 @@ class _Chat:
             yield "column 'tools'"
 
     def length(self, count: int) -> int:
-        """Count the tokens of the first messages."""
         return len(self._tokens(count)["input_ids"])
 
     @property
     def has_marks(self) -> bool:
-        """Whether the template marks answers."""
         return _MARK.search(self.tokenizer.get_chat_template(None, self.tools)) is not None
 
     def marked(self, count: int) -> ConversationTokens:
-        """Tokenize the first messages by the template's marks."""
         with self._rendering(count):
             found = self._apply(self.messages[:count], return_dict=True, return_assistant_tokens_mask=True)
         if not any(found["assistant_masks"]):
@@ -333,7 +330,6 @@ class _Chat:
 
 
 def _within(coded: Any, first: int, behind: int) -> list[int]:
-    """Mark tokens that end between two places of a text."""
     return [int(first < end <= behind) for _, end in coded["offset_mapping"]]
 
 
@@ -353,7 +349,6 @@ def _is_filled(message: Message) -> bool:
 
 
 def _size(message: Message) -> int:
-    """Count an answer's characters."""
     calls = message.get("tool_calls")
     return len(message["content"]) + (len(json.dumps(calls, ensure_ascii=False)) if calls else 0)
 

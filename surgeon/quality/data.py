@@ -63,7 +63,6 @@ class Windows:
 
     @property
     def predicted(self) -> int:
-        """Number of predicted tokens."""
         if self.answers is not None:
             return int(self.answers[:, 1:].sum())
         return len(self.ids) * (self.ids.shape[1] - 1)

@@ -114,7 +114,6 @@ def _files_below(folder: Path, within: frozenset[Path] = frozenset()) -> Iterato
 
 
 def _filled(pieces: Iterable[str], path: Path | None) -> Iterator[str]:
-    """Pass pieces on; ValueError if all are blank."""
     blank: list[str] | None = []
     for piece in pieces:
         if blank is None:
@@ -173,7 +172,6 @@ def _split(pieces: Iterable[str], separator: str, reading: Reading) -> Iterator[
 
 
 def _joined(rows: Iterable[str]) -> Iterator[str]:
-    """Join rows to one running text, in pieces long enough to tokenize well."""
     piece: list[str] = []
     characters = 0
     for row in rows:

@@ -112,7 +112,7 @@ class Quality:
     more: Mapping[str, float] = field(default_factory=dict)
 
     def by_window(self, name: str) -> Values:
-        """Values of the windows that were run; empty where they are not kept."""
+        """Values of the windows that were run; empty where not kept."""
         return np.array(self.windows.get(name, ()), dtype=np.float64)
 
     @property
@@ -124,7 +124,6 @@ class Quality:
         return not math.isnan(getattr(self, metric))
 
     def ends(self, metric: str) -> tuple[float, float]:
-        """The interval of a metric; NaN where unknown."""
         return getattr(self, f"{metric}_low"), getattr(self, f"{metric}_high")
 
     def words(self, metric: str, digits: int, of_ends: int = 0) -> str:
@@ -137,7 +136,6 @@ class Quality:
         return f"{text} ({low:{how}} to {high:{how}})"
 
     def table(self) -> pd.DataFrame:
-        """Tabulate the known metrics with their intervals."""
         known = [metric for metric in METRICS if self.knows(metric)]
         rows = [(metric, getattr(self, metric), *self.ends(metric)) for metric in known]
         return pd.DataFrame(rows, columns=["metric", "value", "low", "high"])
@@ -260,7 +258,6 @@ def estimate_beside(nll: Values, divergence: Values, other_nll: Values, other_di
 
 
 def _known(low: float, high: float) -> tuple[float, float]:
-    """Clamp an interval to at least 0; NaN where it is unknown."""
     if not math.isfinite(high):
         return UNKNOWN
     return max(0.0, low), max(0.0, high)

@@ -65,7 +65,6 @@ class Answers(Journal):
         self._cut.add(key)
 
     def cut(self, keys: set[str]) -> int:
-        """Count the cut requests among these."""
         return len(self._cut & keys)
 
     def write(self) -> None:
@@ -119,7 +118,6 @@ class TaskModel(HFLM):  # type: ignore[misc]
         return self._ask("generate_until", "generating", requests, super().generate_until)
 
     def _ask(self, kind: str, doing: str, requests: list[Any], run: Callable[..., list[Any]]) -> list[Any]:
-        """Answer requests from what is kept, and the others by the model."""
         keys = [_key(kind, request.args) for request in requests]
         self.asked.update(keys)
         missing = {key: request for key, request in zip(keys, requests, strict=True) if key not in self.answers}

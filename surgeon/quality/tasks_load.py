@@ -52,7 +52,6 @@ class Seeds:
 
     @classmethod
     def all(cls, seed: int | None) -> Seeds:
-        """One seed for all generators; lm-eval's own for None."""
         if seed is None:
             return cls()
         return cls(seed, seed, seed, seed)
@@ -82,7 +81,6 @@ class Tasks:
 
     @property
     def names(self) -> list[str]:
-        """Names of the requested tasks and groups."""
         groups = [item.name for item in self.items if isinstance(item, Group)]
         return groups + [item.task_name for item in self.items if not isinstance(item, Group)]
 
@@ -189,7 +187,6 @@ def _manager(folder: Path) -> TaskManager:
 
 
 def _members(group: dict[str, Any]) -> Iterator[str]:
-    """Names of tasks in a group's settings."""
     listed = group.get("task")
     for item in listed if isinstance(listed, list) else [listed]:
         if isinstance(item, dict):
@@ -199,7 +196,6 @@ def _members(group: dict[str, Any]) -> Iterator[str]:
 
 
 def _build(manager: TaskManager, name: str) -> list[Any]:
-    """Build a task, a group or the tasks of a tag, with errors for users."""
     try:
         with without_retries():
             built = manager.load([name])
@@ -242,7 +238,6 @@ def _set_shots(task: Any, wanted: int | None, tasks: Tasks) -> None:
 
 
 def _check_task(task: Any, positions: int) -> None:
-    """Refuse a task that cannot be computed here."""
     name = task.task_name
     if getattr(task, "UNSAFE_CODE", False):
         raise ValueError(f"task {name} runs code that the model writes, which surgeon does not do; use lm-eval for it")

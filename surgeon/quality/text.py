@@ -143,7 +143,6 @@ def split_windows(ids: Tensor, answers: Tensor | None = None) -> Iterator[tuple[
 def _window(
     model: Logits, window: Tensor, original: Logits | None, counted: Tensor | slice, draft: DraftOnText | None
 ) -> tuple[float, ...]:
-    """Means over a window's counted tokens, in the order of `text_values`."""
     logits = model(window)[0, :-1][counted].float()
     nll = float(functional.cross_entropy(logits, window[0, 1:][counted].to(logits.device)))
     if draft is not None:
@@ -201,7 +200,6 @@ class HeldOutQuality:
         self.original = text_quality(self._logits, self.ids, bar=False, answers=self.answers)
 
     def measure(self, model: nn.Module, step: int = 0) -> Quality:  # noqa: ARG002 - parts of models need it
-        """Measure a model without dropout."""
         return self.quality(model, logits_of(model))
 
     def quality(self, model: nn.Module, logits: Logits) -> Quality:
@@ -210,7 +208,6 @@ class HeldOutQuality:
             return text_quality(logits, self.ids, self._reference, bar=False, answers=self.answers)
 
     def values(self, model: nn.Module) -> dict[str, Values]:
-        """Measure window by window, as `text_values`."""
         with evaluated(model):
             return text_values(logits_of(model), self.ids, self._reference, bar=False, answers=self.answers)
 

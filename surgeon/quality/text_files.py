@@ -58,7 +58,6 @@ class Reading:
     notes: list[str] = field(default_factory=list)
 
     def lines(self, source: str) -> list[str]:
-        """Notes for the user, one line each."""
         count = self.left_out
         words = {
             "byte_order_marks": "the byte order mark at its start",
@@ -84,7 +83,6 @@ class Reading:
         return [*self.notes, *left_out, *(f"{source}: {line}" for line in self._of_answers())]
 
     def _of_answers(self) -> Iterator[str]:
-        """Notes on the answers of conversations; their tokens are estimated by characters."""
         size = self.sizes
         if across := size["answers_across"]:
             yield (
@@ -105,7 +103,7 @@ def ending(path: Path) -> str:
 
 
 def is_packed(path: Path) -> bool:
-    """Whether a file is compressed by gzip, by its name."""
+    """Whether a file's name ends in .gz."""
     return path.suffix.lower() == PACKED
 
 

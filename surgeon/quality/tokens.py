@@ -93,7 +93,6 @@ class TextTokens:
         self._held: _Placed = []  # the last tokens of a document that goes on, by their places in the next block
 
     def read(self, documents: Iterable[Iterable[str]]) -> Iterator[list[Tokens]]:
-        """Tokenize documents that come in pieces, some at a time."""
         rest = (block for pieces in documents for block in self._cut(pieces))
         most = _FIRST
         while batch := _up_to(rest, most):
@@ -176,7 +175,6 @@ def _up_to(blocks: Iterator[_Block], most: int) -> list[_Block]:
 
 
 def _document_marks(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Tokens before and behind each of several documents."""
     if tokenizer.bos_token_id is not None:
         return [tokenizer.bos_token_id], []
     if tokenizer.eos_token_id is not None:
@@ -187,7 +185,6 @@ def _document_marks(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def _marks_around(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Tokens that the tokenizer puts before and behind a text."""
     coded = tokenizer("a", return_special_tokens_mask=True)
     before, behind = (
         [id_ for id_, _ in takewhile(itemgetter(1), zip(ids, marks, strict=True))]

@@ -35,7 +35,6 @@ class OneDevice(TrainingArguments):
 
     @property
     def n_gpu(self) -> int:
-        """GPUs of this process, 1 or none."""
         return min(1, int(super().n_gpu))
 
 
@@ -169,7 +168,6 @@ def _require_heard(arguments: TrainingArguments, given: Mapping[str, Any]) -> No
 
 
 def _configuration(given: Any) -> dict[str, Any]:
-    """Read a configuration given as values, as JSON, or as a file of JSON."""
     if isinstance(given, str):
         given = json.loads(given) if given.startswith("{") else read_json(Path(given))
     return dict(given or {})

@@ -155,7 +155,6 @@ class RunCheckpoints(TrainerCallback):
         processes.wait_for_everyone()
 
     def clear(self) -> None:
-        """Remove the staging folder."""
         shutil.rmtree(self.staging, ignore_errors=True)
 
     def require_room(self, model: Any, frozen: bool = False) -> None:

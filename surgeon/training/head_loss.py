@@ -383,7 +383,7 @@ def _gradients(
     dtype: torch.dtype,
     needed: tuple[bool, ...],
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Divergence and negative log-likelihood, (2,), and the loss's gradients for stream, matrix and bias, or None."""
+    """Divergence and negative log-likelihood, (2,), and the loss's gradients for the inputs that need one."""
     inputs = (stream, weight, bias)
     sum_dtype = torch.promote_types(dtype, torch.float32)
     of_stream, of_weight, of_bias = gradients = [

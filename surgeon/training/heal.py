@@ -94,7 +94,6 @@ def _made_from(edited: EditedModel) -> EditedModel | None:
 
 
 def _report(edited: EditedModel) -> dict[str, Any] | None:
-    """The report (surgeon.json) of an edited checkpoint that is healed as it is."""
     if edited.asked is None:
         return edited.model.report
     return None

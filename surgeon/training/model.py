@@ -33,15 +33,13 @@ from surgeon.words import plural
 
 @dataclass(frozen=True)
 class RackOptions:
-    """How a model is cut by depth into racks, each with a loss of its own, and how these are trained.
+    """How a model is cut by depth into racks, and how these are trained.
 
     Attributes:
         ranges: of the program's layers, such as "0:4" and "4:8".
         coda: layers of a rack's coda; every rack but the last predicts with one of its own.
         processes: train all racks at once, a process each; else one after the other, to the same result.
-        average: with processes: average the codas over the racks "never", every so many steps, or "always".
-        ahead: with processes: micro-batches that a rack may be ahead of the next one.
-        replicas: with processes: processes that share each rack's batches.
+        average, ahead, replicas: of processes, as `ProcessOptions` has them.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # annotations are for where it is read from a file
@@ -72,7 +70,6 @@ class RackOptions:
 
     @property
     def process_options(self) -> ProcessOptions | None:
-        """Options of the processes; None where racks take turns."""
         if self.processes:
             return ProcessOptions(self.average, self.ahead, replicas=self.replicas)
         return None
@@ -97,7 +94,6 @@ class TrainedModel:
     parts: RacksTrained | None = None
 
     def lines(self) -> Iterator[str]:
-        """Describe racks by their codas' perplexity, for people."""
         if self.racks is None or self.parts is None:
             return
         for rack, one in zip(self.racks.texts[:-1], self.parts.results, strict=False):
@@ -106,7 +102,6 @@ class TrainedModel:
             yield f"rack {rack}: perplexity by its coda {before:.4g} before, {after:.4g} after"
 
     def record(self, texts: TrainTexts, settings: TrainSettings) -> dict[str, Any]:
-        """Record the training beside the model's quality, as JSON values."""
         entries = {
             "method": self.method,
             **texts.record(),
@@ -176,10 +171,10 @@ def train_model(
         seed: of the codas' first numbers; None for copies of the model's last layers.
 
     Returns:
-        None in every process but the first, where there are several, and where racks are yet to be started by hand.
+        None in all processes but the first, and where racks are yet to be started by hand.
 
     Raises:
-        ValueError, OSError: as `train`, and as `train_in_turn` and `train_in_processes` of racks.
+        ValueError, OSError: as `train`, `train_in_turn` and `train_in_processes`.
     """
     if racks is None:
         one = train(model, texts, settings, folder, original, program, dict(identity), device)

@@ -75,7 +75,6 @@ class Packer:
         self._begins = True  # a document, with the next token
 
     def add(self, tokens: Tokens) -> Iterator[Row]:
-        """Yield the windows that are full now."""
         marked = _marked(tokens, self._begins)
         self._begins = tokens.ends or (self._begins and not len(tokens.ids))
         if self.documents != "whole":

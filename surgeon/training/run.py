@@ -134,7 +134,6 @@ def require_same(folder: Path, before: Any, identity: dict[str, Any]) -> None:
 
 
 def _difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any]:
-    """Find the innermost value that differs: its name, before and now."""
     if not (isinstance(before, dict) and isinstance(now, dict)):
         return name, before, now
     inner = next(key for key in [*now, *before] if now.get(key) != before.get(key))
@@ -208,14 +207,12 @@ class Trained:
     model: Any = None
 
     def to_json(self) -> dict[str, Any]:
-        """Convert the numbers to JSON values."""
         numbers = {"steps": self.steps, "tokens": self.tokens, "seconds": self.seconds}
         original = None if self.original is None else self.original.to_json()
         return numbers | {"original": original, "before": self.before.to_json(), "after": self.after.to_json()}
 
     @classmethod
     def from_json(cls, entries: Mapping[str, Any]) -> Trained:
-        """Read `to_json`'s values."""
         qualities = {
             name: entries[name] and Quality.from_json(entries[name]) for name in ("original", "before", "after")
         }
@@ -343,7 +340,6 @@ def train(
 
 
 def _quality_before(folder: Path, held_out: Measure, model: nn.Module) -> Quality:
-    """Measure a model before its training, or read that from the run's record."""
     known = read_record(folder).get(_BEFORE)
     if known is not None:
         return Quality.from_json(known)
@@ -362,7 +358,6 @@ def _task_by(
     student: nn.Module,
     arguments: TrainingArguments,
 ) -> TrainingTask:
-    """Measure by the original, and distil it where that is asked for."""
     wanted = settings.distillation
     if load_original is None:
         if wanted is not None:

@@ -55,7 +55,6 @@ class RunLog(TrainerCallback):
         return self._before + time.monotonic() - self._begun
 
     def note(self) -> str:
-        """Format the latest numbers for a narrow terminal."""
         names = ("loss", "divergence" if "divergence" in self.latest else "perplexity")
         return ", ".join(f"{name} {self.latest[name]:.4g}" for name in names if name in self.latest)
 
@@ -84,7 +83,6 @@ class RunLog(TrainerCallback):
             self._add(row)
 
     def _add(self, row: Mapping[str, Any]) -> None:
-        """Add a row to its table; others that the Trainer logs have none."""
         assert self.folder is not None
         numbers = _plain(row)
         for name, columns in TABLES.items():
@@ -96,7 +94,6 @@ class RunLog(TrainerCallback):
 
 
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename held-out quantities of the Trainer."""
     return {name.removeprefix("eval_") if name != "eval_loss" else name: value for name, value in row.items()}
 
 

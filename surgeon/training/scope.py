@@ -203,7 +203,6 @@ def add_adapters(model: PreTrainedModel, scope: str, program: Program, rank: int
 
 
 def _modules(model: PreTrainedModel, scope: str, program: Program) -> Iterator[nn.Module]:
-    """The modules whose parameters are in scope."""
     layers = edited_layers(model)
     if scope == "all":
         yield model

@@ -124,12 +124,10 @@ class SelfText(TextSource):
         return super().identity() | self.follows()
 
     def record(self) -> dict[str, Any]:
-        """Record what was written, as JSON values."""
         names = "model_hash", "seed", "temperature", "start"
         return {name: value for name, value in self.follows().items() if name in names} | self.written
 
     def line(self) -> str:
-        """Describe how much was written, of what, how fast, for people."""
         written = self.written
         begun = written["texts"] - written["conversations"]
         start = self.tokenizer.convert_ids_to_tokens(self._start)
@@ -220,8 +218,6 @@ class SelfText(TextSource):
 
 
 class _KeptTexts(Journal):
-    """Journal of texts, in the order of their numbers."""
-
     def __init__(self, path: Path, follows: dict[str, Any]) -> None:
         self.texts = list[NDArray[np.int32]]()
         super().__init__(path, "self-text", follows)

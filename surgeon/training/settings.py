@@ -195,7 +195,6 @@ class TrainSettings:
 
     @property
     def rate(self) -> float:
-        """The learning rate at its highest."""
         if self.learning_rate is not None:
             return self.learning_rate
         if self.lora is None:
@@ -220,7 +219,6 @@ class TrainSettings:
         return max(1, round(self.epochs * windows / self.batch))
 
     def notes_on(self, windows: int) -> list[str]:
-        """Notes for the user on a run with this many windows of training text."""
         steps = self.steps_on(windows)
         notes = list[str]()
         if self.warmup >= steps:
@@ -244,7 +242,6 @@ class TrainSettings:
 
     @property
     def method(self) -> str:
-        """What is trained, and towards what, for people."""
         names = {"edited": "edited sublayers", "all": "all weights", "edited-norms": "norms of edited sublayers"}
         what = names.get(self.scope, self.scope)
         what = what if self.router == "trained" else f"{what} but routers"
@@ -254,11 +251,9 @@ class TrainSettings:
         return f"{trained}, distilled from the original"
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to JSON values."""
         return asdict(self) | {"arguments": dict(self.arguments), "learning_rate": self.rate}
 
     @classmethod
     def from_json(cls, entries: Mapping[str, Any]) -> TrainSettings:
-        """Read `to_json`'s values."""
         distilled = entries["distillation"]
         return cls(**{**entries, "distillation": None if distilled is None else Distillation(**distilled)})

@@ -124,7 +124,6 @@ class TrainingText:
 
     @property
     def window(self) -> int:
-        """Tokens in a window."""
         return len(self.rows[0]["input_ids"])
 
     @property
@@ -134,7 +133,6 @@ class TrainingText:
         return found
 
     def record(self) -> dict[str, Any]:
-        """Describe the text as JSON values."""
         return Windows(torch.empty(0), self.source, self.digest, None, (), self.column, self.left_out).record()
 
 
@@ -156,7 +154,6 @@ class TrainTexts:
     behind: int = 0
 
     def line(self) -> str:
-        """Describe their sizes, for people."""
         window = self.training.window
         training = f"{len(self.training) * window:,} tokens of {self.training.source}"
         what = f"{self.held_out.ids.numel():,} tokens"
@@ -168,12 +165,11 @@ class TrainTexts:
         return f"trained on {training}, measured on {held_out}, in windows of {window}"
 
     def record(self) -> dict[str, Any]:
-        """Describe them as JSON values: `data` is trained on, `held_out` measured."""
+        """JSON values: `data` is trained on, `held_out` measured."""
         return self.training.record() | self.held_out.record("held_out")
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for the user, one line each."""
         return self.training.notes + self.held_out.notes
 
 

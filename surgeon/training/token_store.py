@@ -112,7 +112,7 @@ class TextSource:
         }
 
     def tokens(self, reading: Reading) -> Iterator[list[Tokens]]:
-        """Read its tokens, some at a time; no conversation is longer than a window."""
+        """Tokens, some at a time; no conversation is longer than a window."""
         if self.chats:
             found = read_conversations(self.tokenizer, self.source, self.window, reading) or ()
             return ([Tokens(np.array(each.ids, np.int32), np.array(each.answers, np.bool_))] for each in found)

@@ -42,8 +42,7 @@ class Measure(Protocol):
     """Judges a model while it is trained."""
 
     @property
-    def original(self) -> Quality | None:
-        """The original's own quality; None without one."""
+    def original(self) -> Quality | None: ...
 
     def measure(self, model: nn.Module, step: int) -> Quality:
         """Measure a model after so many steps, without dropout."""
@@ -144,7 +143,7 @@ class ModelTrainer(Trainer):
         return self.empty is not None and not isinstance(self.model, PeftModel)
 
     def whole_model(self) -> Any:
-        """The model in one piece, in the first process; None in the others."""
+        """The model in one piece; None in all processes but the first."""
         if self.empty is None:
             # Without what mixed precision has put around its forward pass.
             plain = self.accelerator.unwrap_model(self.model_wrapped, keep_fp32_wrapper=False, keep_torch_compile=False)
@@ -272,7 +271,7 @@ class ModelTrainer(Trainer):
         super().log(logs, start_time)
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """Measure on held-out text; every process does all of it, as sharded models need."""
+        """Measure on held-out text, in every process, as sharded models need."""
         found = self.measured(self.model_wrapped)
         known = {f"eval_{name}": value for name, value in found.estimates.items() if not math.isnan(value)}
         metrics = {"eval_loss": math.log(found.perplexity), **known}

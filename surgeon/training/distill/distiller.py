@@ -1,10 +1,10 @@
 """Distillation: training an edited model towards its original's predictions and streams.
 
-The loss has three parts, each with a weight, each a mean over the predicted tokens:
+The loss has three weighted parts, each a mean over the predicted tokens:
 
     logits   T^2 KL(softmax(t / T) || softmax(s / T)) over the vocabulary (Hinton et al. 2015, arXiv 1503.02531)
     hidden   |s - t|^2 / |t|^2 of the stream, averaged over the places that the two programs share
-    text     the negative log-likelihood of the text, as without a teacher
+    text     the negative log-likelihood of the text
 """
 
 from __future__ import annotations
@@ -37,11 +37,9 @@ def counterparts(program: Program, num_layers: int) -> dict[int, int]:
     """Find the places at which an edited program's stream has a counterpart in its original.
 
     Layers that a program leaves out make the place ambiguous: `A0 F0 A2 F2` after F0 could stand for the original's
-    stream before its layer 1, or after it. It stands for the one after it, which layer 2 reads in the original: what
-    comes next was trained on that, so what comes before the gap is to make up for it. The program's end stands for the
-    stream after all layers for the same reason: the final norm and the head read it.
-
-    A late step counts where its output is added. A sublayer that averages layers counts as all of them, a slice as its
+    stream before its layer 1, or after it. It stands for the one after it, which layer 2 was trained to read, so that
+    what comes before the gap makes up for it. The program's end stands for the stream after all layers for the same
+    reason. A late step counts where its output is added, a sublayer that averages layers as all of them, a slice as its
     layer.
 
     Args:
@@ -182,7 +180,6 @@ class Distillation:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The parts that have a weight."""
         return tuple(name for name in PARTS if getattr(self, name))
 
     def task(self, taught: TeacherOutput, labels: Tensor) -> LogitsTask:

@@ -74,13 +74,11 @@ class TeacherLogits:
 
     @property
     def files(self) -> list[range]:
-        """Windows of each file."""
         at_once = max(1, min(_MOST_WINDOWS, _FILE_BYTES // self.window_bytes))
         return [range(first, min(first + at_once, self.windows)) for first in range(0, self.windows, at_once)]
 
     @property
     def metadata(self) -> dict[str, str]:
-        """Metadata of every file."""
         follows = {name: str(value) for name, value in vars(self).items() if name != "folder"}
         return {"format": str(FORMAT), **follows}
 

@@ -136,7 +136,6 @@ class RackExchange:
             self._saved = None
 
     def checkpoint_saved(self) -> None:
-        """Tell the other racks that this one has another checkpoint."""
         self.before_checkpoint()
         self._saved = self._checkpoints.barrier()
 
@@ -226,7 +225,6 @@ class RackStreams:
         return torch.stack([self.source.ask(key) for key in self._keys(places)])
 
     def give(self, places: Tensor, stream: Tensor) -> None:
-        """Offer the streams of a micro-batch."""
         if self.sink is not None:
             self.sink.offer(*zip(self._keys(places), stream, strict=True))
 
@@ -237,7 +235,6 @@ class RackStreams:
         return self.source.ask(ItemKey(step, ItemKind.HELD_OUT, window))[None]
 
     def give_held_out(self, step: int, window: int, stream: Tensor) -> None:
-        """Offer the stream of a held-out window after so many steps."""
         if self.sink is not None:
             self.sink.offer((ItemKey(step, ItemKind.HELD_OUT, window), stream[0]))
 
@@ -291,7 +288,6 @@ class KeptStreams:
             self._note(path, first, len(new))
 
     def ask(self, key: ItemKey) -> Tensor:
-        """Read the stream of a window, (tokens, width)."""
         try:
             path, place = self._places[key]
             with safe_open(path, framework="pt") as file:

@@ -83,7 +83,6 @@ class SilentEmbedding(nn.Module):
         self.register_buffer("zeros", torch.zeros(width, dtype=dtype), persistent=False)
 
     def forward(self, ids: Tensor, *_: Any, **__: Any) -> Tensor:
-        """(batch, tokens, width) for (batch, tokens)."""
         return self.zeros.repeat(*ids.shape, 1)
 
 
@@ -184,7 +183,6 @@ class ModelTensors:
         return family_of(self.config)
 
     def outside(self, *paths: str | None) -> dict[str, Tensor]:
-        """Tensors of modules outside the layers."""
         return {
             name: tensor
             for name, tensor in self.others.items()
@@ -192,7 +190,6 @@ class ModelTensors:
         }
 
     def named(self) -> dict[str, Tensor]:
-        """All tensors by their names in the model."""
         return self.others | named_layers(self.family, self.layers)
 
 
@@ -296,7 +293,7 @@ class RackModel:
 
     @property
     def own_nodes(self) -> int:
-        """Number of nodes before the private coda."""
+        """Number of nodes before the coda."""
         return len(self.racks.ranges[self.index].nodes)
 
     def tensors(self) -> ModelTensors:

@@ -1,9 +1,9 @@
 """Racks: a program cut by depth into stretches, each of which is trained by itself.
 
-A rack ends where all nodes before have layers below the next rack's first one, and all nodes behind have layers from
-there on, so that a range of layers names a stretch of the program. No node is cut: no step with sublayers of two racks,
-no fork, no average. A rack does not begin with a late step, which reads the stream before the last step of the rack
-before, while the stream from there has that step in it.
+All nodes before a rack have layers below its first one, and all nodes from there on have layers from that on, so that a
+range of layers names a stretch of the program. No node is cut: no step, fork or average with layers of two racks. A
+rack does not begin with a late step, which reads the stream before the last step of the rack before, while the stream
+from there has that step in it.
 
 Every rack but the last has a coda of its own, made like the program's last layers, which are the last rack's coda.
 """
@@ -84,7 +84,6 @@ class Racks:
 
     @property
     def texts(self) -> list[str]:
-        """Ranges as `parse` reads them."""
         return list(map(str, self.ranges))
 
     @property
@@ -109,7 +108,6 @@ def allowed_cuts(program: Program) -> list[int]:
 
 
 def _end(program: Program) -> int:
-    """One more than the highest layer of a program."""
     return 1 + max(layers_in(program.nodes), default=-1)
 
 

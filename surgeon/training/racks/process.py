@@ -195,7 +195,6 @@ class CodaAveraging(TrainerCallback):
 
     @torch.no_grad()
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Average before the step is measured or saved."""
         del args, control, kwargs
         if state.global_step % self.every:
             return
@@ -276,7 +275,6 @@ def run_rack(run: Path, index: int, meet: Address, is_held: bool = False) -> Non
 def _task(
     exchange: RackExchange, log: RackLog, run: Path, plan: RacksPlan, rack: RackModel, held_out: HeldOutQuality
 ) -> TrainingTask:
-    """Make a rack's task, with streams from and to other processes."""
     settings = plan.settings
     streams = RackStreams(settings.batch, None if rack.is_first else exchange, None if rack.is_last else exchange)
     teacher = None

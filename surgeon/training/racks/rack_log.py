@@ -78,11 +78,7 @@ class RackLog:
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        """Begin, or resume.
-
-        Args:
-            folder: of both files; None keeps all in memory.
-        """
+        """Begin, or resume from the files of a folder; None keeps all in memory."""
         self.folder = folder
         self.waited = 0.0
         self._lock = threading.Lock()
@@ -106,7 +102,6 @@ class RackLog:
             writer.writerows(whole)
 
     def count(self, way: Way, direction: Direction, kind: ItemKind, size: int, items: int = 1) -> None:
-        """Count items, of so many bytes together."""
         place = (way, direction, kind.name.lower())
         with self._lock:
             self._bytes[place] += size
@@ -147,7 +142,6 @@ class RackLog:
                 self._write_rows()
 
     def write(self) -> None:
-        """Write the counts, and buffered rows of the timeline."""
         with self._lock:
             self._write_rows()
         if self.folder is not None:

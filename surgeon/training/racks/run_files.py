@@ -53,10 +53,8 @@ class RacksToTrain:
         whole: the model, edited or not, which is left as it is; racks that take turns need numbers of at least 32 bits.
         racks: of its program.
         folder: of the runs.
-        original: loads the original, for divergence and distillation; None where it is unknown.
-        identity: of the whole model, as JSON values.
+        original, identity, device: as `train` takes them.
         seed: of the random numbers that codas begin with; None for copies of the model's last layers.
-        device: "cpu" or "cuda".
 
     Raises:
         ValueError: if the settings are not for racks, or there is nothing to distil from.
@@ -78,7 +76,6 @@ class RacksToTrain:
             raise ValueError("there is no original to distil from; name it as the teacher")
 
     def identity_of_racks(self) -> dict[str, Any]:
-        """Identity of every rack's run, beside settings and text, as JSON values."""
         distillation = self.settings.distillation
         distilled = {} if distillation is None else {"distillation": asdict(distillation)}
         cut = {"racks": self.racks.texts, "coda": self.racks.depth, "coda_seed": self.seed}

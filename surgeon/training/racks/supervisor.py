@@ -1,11 +1,10 @@
 """All racks of a model trained at once, in processes that are started, watched, restarted, and gathered at the end.
 
-Torchrun's elastic agent restarts processes after an error that comes again, gives up after so many starts however far
-the run has got, and leaves processes behind when it is killed. Here all racks restart where a process was killed, as
-often as they get further in between.
+All racks restart where a process was killed, as often as they get further in between. Torchrun's elastic agent restarts
+after an error that comes again, gives up after so many starts, and leaves processes behind when it is killed.
 
-Replicas of a rack find each other like the processes of torchrun, by a store, which the supervisor holds, and by
-variables in the environment.
+Replicas of a rack find each other as torchrun's processes do, by a store, which the supervisor holds, and the
+environment.
 """
 
 from __future__ import annotations
@@ -86,7 +85,6 @@ def prepare(asked: RacksToTrain, options: ProcessOptions | None = None) -> Racks
 
 
 def _write_racks(asked: RacksToTrain) -> None:
-    """Write every rack as it begins, and its part of the original where it is distilled."""
     racks = asked.racks
     folder = asked.folder
     (folder / START).mkdir(exist_ok=True)
@@ -230,7 +228,6 @@ class _Processes:
         return _End(who, code, next(errors, said))
 
     def end(self) -> None:
-        """Kill them, and wait until they have ended."""
         for child in self.children.values():
             child.kill()
         for child in self.children.values():
@@ -238,7 +235,6 @@ class _Processes:
 
 
 def _work(run: Path, plan: RacksPlan, steps: int) -> None:
-    """Start all racks, as often as it takes, and wait until all are done."""
     folders = [rack_folder(run, index) for index in range(plan.racks)]
 
     def rows(table: str) -> list[dict[str, str]]:

@@ -90,7 +90,6 @@ class Blueprint:
         return texts
 
     def identity(self) -> dict[str, Any]:
-        """Identity of the model beside its training, as JSON values."""
         entries = {name: each for name, each in self.architecture.to_dict().items() if name not in _NOT_OF_THE_MODEL}
         return {
             "task": "train",
@@ -168,7 +167,6 @@ def _plain_model(architecture: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _architecture(config: ScratchConfig, tokenizer: Any) -> PreTrainedConfig:
-    """Make the configuration of `transformers`, whose vocabulary and special tokens are the tokenizer's by default."""
     given = dict(config.model)
     model_type = given.pop("model_type", None)
     if model_type is None:

@@ -1,23 +1,6 @@
-"""Configurations of models from scratch: the YAML that a user writes for `surgeon train`.
+"""Configurations of models from scratch: the YAML that a user writes for `surgeon train` (docs/training.md).
 
-    surgeon: 1
-    model: {model_type: llama, hidden_size: 128, intermediate_size: 344, num_hidden_layers: 8, num_attention_heads: 4}
-    tokenizer: demo
-    operations:
-      - ladder: {layers: "0:8"}
-    data: demo:train
-    eval_data: demo
-    window: 128
-    training: {steps: 400, batch: 8, learning_rate: 2.0e-3, schedule: cosine, warmup: 20}
-
-`model` is a configuration as `transformers` knows it. `operations` are a recipe's, on a model of that many layers.
-Instead there may be a `program`, as text, or `tracks: {count: 2, depth: 4}` for a native Parallel Track model: 2 narrow
-tracks that meet every 4 layers, as large together as the layers of `model` (tracks.py); or none of these, for the plain
-model. `data` may be several texts with their shares of the windows, `{a.jsonl: 0.7, code/: 0.3}`, and `documents:
-apart` keeps documents from seeing each other (training/packing.py). `racks: {ranges: ["0:4", "4:8"], coda: 1}` trains
-rack by rack, each with a coda of so many layers and a loss of its own (training/racks/); with `processes: true` all
-racks at once, whose codas may be averaged (`average: 100`), and each rack by several processes (`replicas: 2`). Every
-error names file, line, value and what would be right.
+Errors name file, line, value and what would be right.
 """
 
 from __future__ import annotations
@@ -132,7 +115,6 @@ class ScratchConfig(ScratchKeys):
 
     @property
     def recipe(self) -> Recipe:
-        """The operations as a recipe."""
         return Recipe(str(self.model.get("model_type")), self.operations, source=self.source)
 
     def with_settings(self, **given: Any) -> ScratchConfig:

@@ -1,34 +1,24 @@
 """Native Parallel Track: n narrow transformers derived from a dense model's configuration, and their program.
 
-Parallel Track Transformers, section 2.2, algorithm 1 and table 1. In the paper n tracks of L layers each begin with the
-same embedded text; after every D layers the streams of all tracks are reduced to one (L/D times instead of the 2L of
-tensor parallelism), and all of them go on from it; heads and KV heads are "evenly distributed across tracks" (of 64 and
-8, each of 8 tracks has 8 and 1); each track "operates at a reduced dimensionality", and the whole is of the dense
-model's size. In surgeon that is a program over n x L stored layers that are all narrow: for each block a fork of n
-branches of D whole layers.
+Parallel Track Transformers, section 2.2, algorithm 1 and table 1: n tracks of L layers begin with the same embedded
+text, and after every D layers their streams are reduced to one; heads and KV heads are "evenly distributed across
+tracks", each of which "operates at a reduced dimensionality". Here that is a program over n x L narrow layers: for each
+block a fork of n branches of D layers. The paper leaves open (docs/training.md):
 
-The paper leaves open:
-
-- **The join.** Algorithm 1 says h = all-reduce(h_1, ..., h_n) of whole streams. Their plain sum would count the stream
-that all began with n times, n ** (L / D) times in the end. Here a join adds up what every track has added since the
-last one, x + (h_1 - x) + ... + (h_n - x), as every fork does: the same all-reduce, and the stream itself counts once.
+- **The join.** Algorithm 1 says h = all-reduce(h_1, ..., h_n) of whole streams, which would count the stream that all
+began with n times. Here a join gives x + (h_1 - x) + ... + (h_n - x), as every fork does.
 - **The width** d_t of the tracks' streams: the dense model's over sqrt(n), since n matrices of d_t x d_t then have as
 many numbers as one of d x d. The width of a head stays, where the architecture has one of its own; where all heads fill
 the stream (GPT-2, OPT, GPT-Neo, GPT-NeoX), heads are wider by sqrt(n).
 - **The neurons**: as many as make the parameters of all layers together the dense model's, within 1% (of streams less
-than about a hundred wide: as near as a single neuron of each track). Where a head keeps its width, n tracks have fewer
-numbers in attentions (n x d_t x d / n), and so more in feed-forwards.
-- **Mixtures of experts** (PT-MoE: "MoE sparsity is applied within tracks", section 2.2). Each layer of a track has a
-mixture of its own: a router on the track's stream, and as many experts, of which as many get a token, as in the dense
-model; its experts have fewer neurons each, a multiple of 8. So the share of parameters that work on a token stays, and
-no token leaves its track between two joins.
-- **The ends.** Embedding, learned positions, final norm and head are those of one model of width d_t, for all tracks,
-with a sqrt(n)-th of the dense model's parameters: of 128,256 tokens at 4,096, embedding and head come down from 1,051M
-to 526M for n = 4, while the layers stay what they were. So whole models are equal in their layers only
-(`count_parameters` gives both apart).
+than about a hundred wide: as near as a single neuron of each track).
+- **Mixtures of experts** (PT-MoE, section 2.2): each layer of a track has a router and as many experts, of which as
+many get a token, as in the dense model, with fewer neurons each, a multiple of 8.
+- **The ends**: embedding, learned positions, final norm and head are those of one model of width d_t, with a sqrt(n)-th
+of the dense model's parameters. So whole models are equal in their layers only (`count_parameters` gives both apart).
 
-An architecture whose layers are one step (GPT-NeoX, attention beside MLP) has branches of D steps, and joins L/D times
-in place of L synchronisations. With D = 1 its tracks meet as often as the dense model's ranks, and save only width.
+An architecture whose layers are one step (GPT-NeoX) has branches of D steps, and joins L/D times in place of L
+synchronisations.
 """
 
 from __future__ import annotations
@@ -124,7 +114,6 @@ def count_parameters(config: PreTrainedConfig) -> ParameterCount:
 
 
 def _width_of(family: Family, layer: int) -> str:
-    """Name the configuration's entry for a layer's neurons: layers with the same one are alike."""
     return family.spec(FEED_FORWARD, layer).width or family.intermediate
 
 
@@ -150,7 +139,6 @@ def _check_counts(config: PreTrainedConfig, family: Family, count: int, depth: i
 
 
 def _widths(config: PreTrainedConfig, family: Family, count: int) -> dict[str, Any]:
-    """Entries for the width of a track's stream, and of its heads."""
     heads = family.units(config)["heads"] // count
     # Some configurations want streams that heads divide, whatever the heads' own width.
     step = heads * WIDTH_STEP if family.heads_fill_stream else math.lcm(heads, WIDTH_STEP)
@@ -185,7 +173,6 @@ def _matching_neurons(
 
 
 def _changed(config: PreTrainedConfig, entries: Mapping[str, Any]) -> PreTrainedConfig:
-    """Change entries of a configuration, which is checked as a whole."""
     named = {config.attribute_map.get(key, key): value for key, value in entries.items()}
     try:
         changed: PreTrainedConfig = type(config).from_dict(config.to_dict() | named)
