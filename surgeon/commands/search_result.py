@@ -46,7 +46,7 @@ from surgeon.searches.winners import (
     compared_by,
     remeasure,
 )
-from surgeon.training.distill.distiller import Distillation
+from surgeon.training.distiller import Distillation
 from surgeon.training.settings import TrainSettings
 
 

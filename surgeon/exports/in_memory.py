@@ -40,7 +40,7 @@ from surgeon.named import hub_name, on_disk
 from surgeon.opened import Model
 from surgeon.processes.files import write_json
 from surgeon.processes.folders import scratch
-from surgeon.quality.text import evaluated
+from surgeon.quality.text import in_evaluation_mode
 
 
 def export(
@@ -261,6 +261,6 @@ def _home_of(model: PreTrainedModel) -> Path | None:
 @torch.no_grad()
 def logits_of(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """Logits of the model as it is, without dropout, on the CPU in float32."""
-    with evaluated(model):
+    with in_evaluation_mode(model):
         logits: Tensor = model(input_ids=tokens.to(input_device(model)), use_cache=False).logits
     return logits.float().cpu()

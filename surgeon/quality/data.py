@@ -142,11 +142,7 @@ def marks_in_text(tokenizer: Any, ids: list[int], data: str) -> list[str]:
 
 
 def default_data(tokenizer: Any) -> str:
-    """Choose the demo's text where none is given, with a warning.
-
-    Raises:
-        ValueError: if the tokenizer has no tokens for many of its characters.
-    """
+    """Choose the demo's text where none is given, with a warning."""
     text = "".join(next(documents(DEMO, None)))[:_TRIED_CHARACTERS]
     read = tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"], skip_special_tokens=True)
     wanted, kept = (Counter("".join(part.split())) for part in (text, read))
@@ -271,21 +267,13 @@ def tokens_before_rest(
 
 
 def check_window(window: int) -> None:
-    """Refuse windows in which nothing is predicted.
-
-    Raises:
-        ValueError: with the rule.
-    """
+    """Refuse windows in which nothing is predicted."""
     if window < 2:
         raise ValueError(f"window must be at least 2 tokens, so that one is predicted, not {window}")
 
 
 def window_for(config: Any, window: int | None) -> int:
-    """Choose the window: the given one or the default, within the model's positions.
-
-    Raises:
-        ValueError: if the model has fewer positions.
-    """
+    """Choose the window: the given one or the default, within the model's positions."""
     positions = getattr(config, "max_position_embeddings", None)
     if window is None:
         return min(DEFAULT_WINDOW, positions or DEFAULT_WINDOW)

@@ -53,13 +53,13 @@ def quality_of_original(nll: Tensor, sampled: bool = False) -> ByWindow:
     return found
 
 
-def joined(parts: Sequence[ByWindow]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def join_measures(parts: Sequence[ByWindow]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Join negative log-likelihood and divergence of parts of the windows, (windows,) each."""
     nll, divergence = (torch.cat([part[name] for part in parts]) for name in ("nll", "divergence"))
     return nll.cpu().numpy(), divergence.cpu().numpy()
 
 
-def one_after_the_other(parts: Sequence[ByWindow]) -> ByWindow:
+def concatenate_windows(parts: Sequence[ByWindow]) -> ByWindow:
     """Join parts of the windows in order, with the numbers that all parts have."""
     there = [name for name in parts[0] if all(name in part for part in parts)]
     return {name: torch.cat([part[name] for part in parts]) for name in there}

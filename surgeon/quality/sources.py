@@ -28,7 +28,7 @@ _CHARACTERS_TOGETHER = 1 << 20
 
 
 def are_apart(data: str, separator: str | None, by_row: bool = False) -> bool:
-    """Whether a text is several documents, with a tokenizer's marks between them."""
+    """Tell whether a text is several documents, with a tokenizer's marks between them."""
     return separator is not None or by_row or data in (DEMO, DEMO_TRAINING) or is_folder(data)
 
 
@@ -84,17 +84,13 @@ def documents(
 
 
 def is_folder(data: str) -> bool:
-    """Whether data is a folder of texts."""
+    """Tell whether data is a folder of texts."""
     there = on_disk(data)
     return data != DEMO and there is not None and there.is_dir()
 
 
 def files_in(folder: str) -> list[Path]:
-    """List the text files below a folder, in the order of their paths.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """List the text files below a folder, in the order of their paths."""
     there = _files_below(on_disk(folder) or Path(folder))
     files = [path for path in there if ending(path) in TEXT_FILES or is_table(path)]
     if not files:
@@ -190,10 +186,6 @@ def open_rows(data: str, reading: Reading, whole_rows: bool = True) -> TextRows 
 
     Args:
         whole_rows: as `open_table` takes it.
-
-    Raises:
-        FileNotFoundError: if there is no such file or dataset.
-        ValueError: (as rows are asked for) if one is damaged.
     """
     if is_folder(data):
         return None

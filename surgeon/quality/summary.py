@@ -25,7 +25,7 @@ def perplexity(nll: Values) -> float:
     return math.inf
 
 
-def pooled(values: Values, counts: Values) -> Values:
+def pool_windows(values: Values, counts: Values) -> Values:
     """Weight means of windows with different counts, for use as if counts were equal.
 
     Their mean is that over all that was counted, m, with the same scatter (the ratio estimator's linearisation): m + c
@@ -76,7 +76,7 @@ def perplexity_interval(nll: Values) -> tuple[float, float] | None:
 
 @dataclass(frozen=True)
 class Quality:
-    """How well a program predicts a text, with 95% intervals over windows; NaN where unknown.
+    """Quality of a program on a text, with 95% intervals over windows; NaN where unknown.
 
     Attributes:
         divergence: KL(original || program) in nats per token; NaN without an original.

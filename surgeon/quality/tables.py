@@ -27,7 +27,7 @@ Row = dict[str, Any]
 
 
 def is_table(path: Path) -> bool:
-    """Whether `open_table` reads a file, by its name."""
+    """Tell whether `open_table` reads a file, by its name."""
     return ending(path) in (*JSON_LINES, PARQUET)
 
 
@@ -52,9 +52,6 @@ def open_table(path: Path, column: str | None, reading: Reading, whole_rows: boo
 
     Args:
         whole_rows: else only the named column, or text, of a parquet file that has it.
-
-    Raises:
-        ValueError: if a row is damaged, with file and line.
     """
     if ending(path) == PARQUET:
         return TextRows(_parquet_rows(path, None if whole_rows else column or TEXT_COLUMN), str(path), column)

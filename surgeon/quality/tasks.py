@@ -187,7 +187,7 @@ BOOTSTRAP = 1000  # draws for the error of metrics that are no means; lm-eval's 
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """How tasks are computed.
+    """Settings of computing tasks.
 
     Attributes:
         limit: rows of each task, from its start; None for all.

@@ -181,12 +181,7 @@ FORMS = (
 
 
 def read_rows(path: Path) -> tuple[RowForm, list[Row]]:
-    """Read and check the rows of a task file, and find its kind.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if a row is damaged or not like the others, naming file and line.
-    """
+    """Read and check the rows of a task file, and find its kind."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no task file {path}")
     rows: list[Row] = []

@@ -29,7 +29,7 @@ from surgeon.quality.summary import (
     mean_divergence,
     perplexity,
     perplexity_interval,
-    pooled,
+    pool_windows,
 )
 
 # Keys and values that acceptance is judged by.
@@ -54,7 +54,7 @@ def logits_of(model: nn.Module) -> Logits:
 
 
 @contextmanager
-def evaluated(model: nn.Module) -> Iterator[None]:
+def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Put a model into evaluation mode inside; afterwards each module is back in its own."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
@@ -103,7 +103,7 @@ def text_values(
 ) -> dict[str, Values]:
     """Measure each window: means over its predicted tokens, (windows,), by name as in `Quality`, and `nll` in nats.
 
-    Where windows have different counts, they are weighted (`surgeon.quality.summary.pooled`).
+    Where windows have different counts, they are weighted (`surgeon.quality.summary.pool_windows`).
 
     Args:
         ids: (windows, tokens); every token but a window's first is predicted.
@@ -126,7 +126,7 @@ def text_values(
         raise ValueError(f"the model's predictions are not finite in window {where}; are its weights damaged?")
     if answers is not None:
         counts = answers[:, 1:].sum(1).double().numpy()
-        columns = [pooled(column, counts) for column in columns]
+        columns = [pool_windows(column, counts) for column in columns]
     return dict(zip(("nll", *_COMPARED), columns, strict=False))
 
 
@@ -204,11 +204,11 @@ class HeldOutQuality:
 
     def quality(self, model: nn.Module, logits: Logits) -> Quality:
         """Measure by a function of windows that calls the model, in the order of the windows."""
-        with evaluated(model):
+        with in_evaluation_mode(model):
             return text_quality(logits, self.ids, self._reference, bar=False, answers=self.answers)
 
     def values(self, model: nn.Module) -> dict[str, Values]:
-        with evaluated(model):
+        with in_evaluation_mode(model):
             return text_values(logits_of(model), self.ids, self._reference, bar=False, answers=self.answers)
 
     @property

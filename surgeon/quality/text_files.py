@@ -103,7 +103,7 @@ def ending(path: Path) -> str:
 
 
 def is_packed(path: Path) -> bool:
-    """Whether a file's name ends in .gz."""
+    """Tell whether a file's name ends in .gz."""
     return path.suffix.lower() == PACKED
 
 
@@ -123,11 +123,7 @@ def require_utf8(text: str, where: str) -> str:
 
 @contextmanager
 def open_text(path: Path, reading: Reading) -> Iterator[BinaryIO]:
-    """Open a file's bytes, unpacked, behind a byte order mark.
-
-    Raises:
-        ValueError: if it begins like something else, or (also within the context) its compression is damaged.
-    """
+    """Open a file's bytes, unpacked, behind a byte order mark."""
     try:
         with gzip.open(path) if is_packed(path) else path.open("rb") as opened:
             file = cast("BinaryIO", opened)
@@ -145,12 +141,7 @@ def open_text(path: Path, reading: Reading) -> Iterator[BinaryIO]:
 
 
 def read_pieces(path: Path, reading: Reading | None = None) -> Iterator[str]:
-    """Read a text file in pieces, each twice as long as the last, so that joining them stays cheap.
-
-    Raises:
-        OSError: if it cannot be read.
-        ValueError: if it is no text in UTF-8, naming the byte, or damaged.
-    """
+    """Read a text file in pieces, each twice as long as the last, so that joining them stays cheap."""
     reading = reading or Reading()
     decoder = codecs.getincrementaldecoder("utf-8")()
     with open_text(path, reading) as file:
@@ -187,12 +178,7 @@ def _not_utf8(where: object, byte: int) -> ValueError:
 
 
 def read_json_lines(path: Path, reading: Reading | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Read the objects of a file with one on each line, with line numbers; blank lines are skipped.
-
-    Raises:
-        OSError: if it cannot be read.
-        ValueError: if a line is no JSON object in UTF-8, with file and line.
-    """
+    """Read the objects of a file with one on each line, with line numbers; blank lines are skipped."""
     with open_text(path, reading or Reading()) as file:
         before = file.tell()
         for number, line in enumerate(file, start=1):

@@ -150,7 +150,7 @@ class TextTokens:
         return Tokens(np.array([*begin, *before, *coded.ids[first:end], *close], np.int32), ends=block.ends)
 
     def _seam(self, coded: _Coded) -> tuple[int, int] | None:
-        """How many tokens of the block before stay, and the first of this block's own; None where they never agree."""
+        """Count the tokens of the block before that stay, and find this block's first one; None if they never agree."""
         own = coded.placed(0, coded.token_at(_OVERLAP))
         where: dict[tuple[int, int, int], int] = {}
         for token, each in enumerate(own):

@@ -21,7 +21,7 @@ from surgeon.errors import first_line
 from surgeon.gpus import avoid_cudnn_attention, describe_gpu
 from surgeon.opened import choose_device
 from surgeon.training.settings import TrainSettings, check_taken, check_trainer_arguments
-from surgeon.training.sharding import check_sharding, load_whole
+from surgeon.training.sharding import check_sharding, read_all_weights
 
 _OF_OPTIMISERS = ("optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon")
 
@@ -174,11 +174,7 @@ def _configuration(given: Any) -> dict[str, Any]:
 
 
 def share_of_batch(settings: TrainSettings, processes: int) -> int:
-    """Number of windows of a batch that one process has, or the micro-batch if that is given.
-
-    Raises:
-        ValueError: if the processes and their micro-batches do not divide the batch.
-    """
+    """Number of windows of a batch that one process has, or the micro-batch if that is given."""
     if settings.batch % processes:
         raise ValueError(f"{processes} processes cannot share a batch of {settings.batch} windows; change the batch")
     share = min(settings.batch // processes, settings.micro_batch or settings.batch)
@@ -195,12 +191,9 @@ def join_processes(device: str) -> tuple[PartialState, str]:
 
     Args:
         device: "cpu", "cuda", or "auto" for the latter where there is one.
-
-    Raises:
-        ValueError: if there is no such device.
     """
     avoid_cudnn_attention()
-    load_whole()
+    read_all_weights()
     where = choose_device(device)
     return PartialState(cpu=where == "cpu"), where
 

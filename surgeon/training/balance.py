@@ -60,11 +60,7 @@ class ExpertBalance:
             yield seen
 
     def loss(self, seen: Sequence[Tensor]) -> Tensor:
-        """Compute `balance_loss` of collected logits.
-
-        Raises:
-            ValueError: if there are none, or none with a gradient.
-        """
+        """Compute `balance_loss` of collected logits."""
         if not any(each.requires_grad for each in seen):
             raise ValueError(
                 "the choices of routers were not seen, as when a model is compiled, or its checkpointed passes are "

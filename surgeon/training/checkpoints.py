@@ -48,11 +48,7 @@ def checkpoints_of(folder: Path) -> dict[int, Path]:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Find the last whole checkpoint of a run, None where there is none at all; warns of later damaged ones.
-
-    Raises:
-        ValueError: if none is whole, naming what the last one lacks.
-    """
+    """Find the last whole checkpoint of a run, None where there is none at all; warns of later damaged ones."""
     faults: dict[Path, str] = {}
     for path in reversed(checkpoints_of(folder).values()):
         fault = fault_of(path)
@@ -68,13 +64,6 @@ def newest_checkpoint(folder: Path) -> Path | None:
             f"remove {folder} to begin the run again"
         )
     return None
-
-
-def step_of(checkpoint: Path) -> int:
-    """Number of steps at a checkpoint."""
-    match = _CHECKPOINT.fullmatch(checkpoint.name)
-    assert match is not None
-    return int(match[1])
 
 
 def remove_checkpoint(path: Path) -> None:
@@ -95,12 +84,8 @@ def remove_partial(folder: Path) -> None:
 
 
 @contextmanager
-def beside_others() -> Iterator[None]:
-    """Replace the error of a broken connection by one that says that another process has ended.
-
-    Raises:
-        OSError: in the place of that error.
-    """
+def naming_ended_process() -> Iterator[None]:
+    """Replace the error of a broken connection by one that says that another process has ended."""
     try:
         yield
     except RuntimeError as error:
@@ -162,9 +147,6 @@ class RunCheckpoints(TrainerCallback):
 
         Args:
             frozen: whether checkpoints have frozen parameters, too.
-
-        Raises:
-            OSError: with the folder, what is needed, and what is there.
         """
         at_once = self.most + 1  # the oldest is removed when the newest is whole
         check_space(self.folder, max(1, at_once - len(checkpoints_of(self.folder))) * checkpoint_bytes(model, frozen))
@@ -183,11 +165,7 @@ class RunCheckpoints(TrainerCallback):
         return best
 
     def require_best(self, state: TrainerState) -> None:
-        """Refuse to go on where the best checkpoint is not whole.
-
-        Raises:
-            ValueError: naming it, and what it lacks.
-        """
+        """Refuse to go on where the best checkpoint is not whole."""
         best = self.name_best(state)
         if best is None:
             return
@@ -245,10 +223,10 @@ def write_trained(model: Any, folder: Path) -> None:
         # Whether the vocabulary has changed would be looked up on the hub.
         model.save_pretrained(str(folder), save_embedding_layers=False)
     else:
-        save_file(unshared(dict(trained_parameters(model))), folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        save_file(drop_shared(dict(trained_parameters(model))), folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
-def unshared(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def drop_shared(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Make tensors contiguous for safetensors; of those that share memory the first is kept."""
     found = set[tuple[int, Any]]()
     unique: dict[str, Tensor] = {}
@@ -262,7 +240,7 @@ def unshared(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 @contextmanager
-def readable(checkpoint: str | None) -> Iterator[None]:
+def naming_unreadable(checkpoint: str | None) -> Iterator[None]:
     """Name a checkpoint that cannot be read.
 
     Its pickles are only loaded with `weights_only`, which refuses code, but for FSDP's list of shards (`.metadata`),

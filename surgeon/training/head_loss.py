@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 from surgeon.models.weights.store import dense
 from surgeon.quality.head import BLOCK_BYTES, OutputHead
-from surgeon.training.packing import IGNORED
 from surgeon.training.texts import model_inputs
+from surgeon.training.token_store import IGNORED
 
 # From a model and a micro-batch to its mean loss under "loss", in nats per predicted token, with its gradient, and the
 # loss's parts by their names. A micro-batch has `input_ids` and `labels`, (windows, tokens), and `position_ids` where
@@ -107,11 +107,7 @@ class TopLogits:
 
     @classmethod
     def of(cls, logits: Tensor, kept: int, temperature: float) -> TopLogits:
-        """Take the largest of logits, (tokens, vocabulary).
-
-        Raises:
-            ValueError: if the vocabulary has fewer.
-        """
+        """Take the largest of logits, (tokens, vocabulary)."""
         vocabulary = logits.shape[-1]
         if kept > vocabulary:
             raise ValueError(f"the teacher's vocabulary has {vocabulary:,} tokens; keep at most as many, not {kept:,}")
@@ -277,11 +273,7 @@ def loss_at_head(model: nn.Module, windows: Mapping[str, Tensor], ask: Callable[
 
 
 def loss_of_stream(stream: Tensor, head: OutputHead, task: LogitsTask) -> HeadLoss:
-    """Compute the loss of a normed stream, (tokens, hidden).
-
-    Raises:
-        ValueError: if the teacher has another vocabulary.
-    """
+    """Compute the loss of a normed stream, (tokens, hidden)."""
     kind = stream.device.type
     half = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
     if kind == "cuda" and not half and task.target is None and len(task.rows) and find_spec("liger_kernel"):

@@ -20,20 +20,20 @@ from surgeon.exports.prove import Proof
 from surgeon.language.program import Program
 from surgeon.quality.summary import Quality
 from surgeon.training.arguments import describe_devices
-from surgeon.training.packing import IGNORED
 from surgeon.training.racks.partition import Racks
-from surgeon.training.racks.run_files import NEVER, ProcessOptions, RacksToTrain, parse_averaging
+from surgeon.training.racks.run_files import NEVER, ProcessOptions, RacksToTrain, finish_racks, parse_averaging
 from surgeon.training.racks.supervisor import commands_by_hand, prepare, train_in_processes
-from surgeon.training.racks.task import RacksTrained, finish_racks, train_in_turn
+from surgeon.training.racks.task import RacksTrained, train_in_turn
 from surgeon.training.run import Trained, finish_run, train
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainingText, TrainTexts
+from surgeon.training.token_store import IGNORED
 from surgeon.words import plural
 
 
 @dataclass(frozen=True)
 class RackOptions:
-    """How a model is cut by depth into racks, and how these are trained.
+    """Options of training by racks: cuts by depth, and the processes of each.
 
     Attributes:
         ranges: of the program's layers, such as "0:4" and "4:8".
@@ -136,11 +136,7 @@ class TrainedModel:
         return export_with_codas(model, output, racks.texts, racks.ends, racks.depth, self.parts.codas, **options)
 
     def finish(self, record: dict[str, Any]) -> None:
-        """Complete the run's record and remove what only the run needed, once the checkpoint is written.
-
-        Raises:
-            OSError: if the folder cannot be written.
-        """
+        """Complete the run's record and remove what only the run needed, once the checkpoint is written."""
         if self.racks is None:
             finish_run(self.folder, record)
         else:

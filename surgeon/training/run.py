@@ -32,19 +32,18 @@ from surgeon.quality.text import HeldOutQuality
 from surgeon.training.arguments import join_processes, share_of_batch, training_arguments
 from surgeon.training.checkpoints import (
     EarlyEnd,
-    beside_others,
     checkpoints_of,
+    naming_ended_process,
     newest_checkpoint,
     remove_checkpoint,
     remove_partial,
-    step_of,
 )
-from surgeon.training.distill.distiller import Distiller
-from surgeon.training.distill.teacher_logits import TeacherLogits
+from surgeon.training.distiller import Distiller
 from surgeon.training.head_loss import LossParts
 from surgeon.training.run_log import RunLog
-from surgeon.training.scope import with_chosen
+from surgeon.training.scope import choose_or_adapt
 from surgeon.training.settings import TrainSettings
+from surgeon.training.teacher_logits import TeacherLogits
 from surgeon.training.texts import TrainTexts
 from surgeon.training.trainer import Measure, ModelTrainer
 
@@ -58,16 +57,13 @@ def run_folder(output: Path) -> Path:
 
 
 @contextmanager
-def alone(folder: Path, device: str) -> Iterator[None]:
+def lock_run(folder: Path, device: str) -> Iterator[None]:
     """Keep other runs out of a folder, which is made if it is not there.
 
     Of several processes the first does. Where a file system has no locks, nobody is kept out.
 
     Args:
         device: "cpu" or "cuda", of the processes.
-
-    Raises:
-        OSError: if another run is writing to it, or it cannot be written.
     """
     if not PartialState(cpu=device == "cpu").is_main_process:
         yield
@@ -120,11 +116,7 @@ def check_settings_kept(folder: Path, settings: TrainSettings) -> None:
 
 
 def require_same(folder: Path, before: Any, identity: dict[str, Any]) -> None:
-    """Refuse a folder's run that follows from something else.
-
-    Raises:
-        ValueError: naming the innermost difference.
-    """
+    """Refuse a folder's run that follows from something else."""
     if before != identity:
         name, was, is_now = _difference("identity", before, identity)
         raise ValueError(
@@ -141,12 +133,7 @@ def _difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any]:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Read the record of a run from its folder.
-
-    Raises:
-        FileNotFoundError: if it is gone.
-        ValueError: if it is damaged.
-    """
+    """Read the record of a run from its folder."""
     if not (folder / RECORD_FILE).is_file():
         raise FileNotFoundError(
             f"{folder} has no {RECORD_FILE}, which says of what run it is; remove {folder} to begin the run again"
@@ -169,9 +156,6 @@ def finish_run(folder: Path, record: dict[str, Any]) -> None:
 
     Args:
         record: results of the run, as JSON values.
-
-    Raises:
-        OSError: if the folder cannot be written.
     """
     add_to_record(folder, record)
     for checkpoint in checkpoints_of(folder).values():
@@ -230,11 +214,11 @@ class Trained:
 
 @dataclass(frozen=True)
 class TrainingTask:
-    """What a model is trained towards, and judged by.
+    """Loss and measure of a training.
 
     Attributes:
-        held_out: measures it meanwhile.
-        towards: its loss; None for the text's.
+        held_out: measures the model meanwhile.
+        towards: the loss; None for the text's.
         callbacks: of the Trainer, after those of the run itself.
         uses_all: whether every trained parameter has a share in every loss. Processes need not find that out from the
             model's outputs then, which a loss of streams inside it does not come from.
@@ -282,7 +266,7 @@ def train(
     if task is not None and settings.distillation is not None:
         raise ValueError("a model with a task of its own is not distilled as well; leave the distillation out")
     text = texts.training
-    with alone(folder, device), beside_others():
+    with lock_run(folder, device), naming_ended_process():
         steps = settings.steps_on(len(text))
         processes, _ = join_processes(device)
         share = share_of_batch(settings, processes.num_processes)
@@ -304,7 +288,7 @@ def train(
             parameter.data = parameter.data.contiguous()
         if settings.lora is not None:
             torch.manual_seed(settings.seed)  # adapters begin with random numbers
-        trained: Any = with_chosen(model, program, settings)
+        trained: Any = choose_or_adapt(model, program, settings)
         task = task or _task_by(original, program, texts, settings, folder, known, trained, arguments)
         if task.uses_all and arguments.ddp_find_unused_parameters is None:
             arguments.ddp_find_unused_parameters = False
@@ -313,7 +297,7 @@ def train(
         tokens = settings.batch * text.window
         log = RunLog(folder if is_first else None, tokens)
         trainer.add_callback(log)
-        done = 0 if checkpoint is None else step_of(checkpoint)
+        done = 0 if checkpoint is None else int(checkpoint.name.removeprefix("checkpoint-"))
         if is_first:
             with needs_extra("train", "training"):
                 from torch.utils.tensorboard import SummaryWriter

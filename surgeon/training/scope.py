@@ -54,14 +54,11 @@ def edited_sublayers(program: Program, dense: Program) -> frozenset[Sublayer]:
     return frozenset(found)
 
 
-def edited_in(model: PreTrainedModel, program: Program) -> frozenset[Sublayer]:
+def find_edited(model: PreTrainedModel, program: Program) -> frozenset[Sublayer]:
     """The sublayers of an edited model that its edit has touched.
 
     Args:
         program: the model's, in the numbers of the original's layers.
-
-    Raises:
-        ValueError: if the model runs another one, or an unedited one.
     """
     layers = edited_layers(model)
     own = list(layers.program.sublayers())
@@ -81,7 +78,7 @@ def choose_parameters(model: PreTrainedModel, scope: str, program: Program, rout
     Args:
         model: edited.
         scope: "edited", "all", "norms", "edited-norms" or "routers".
-        program: as `edited_in` takes it.
+        program: as `find_edited` takes it.
         router: of mixtures: "frozen", or "trained" where it is in scope.
 
     Raises:
@@ -100,16 +97,12 @@ def choose_parameters(model: PreTrainedModel, scope: str, program: Program, rout
 
 
 def shapes_to_train(model: Model, program: Program, settings: TrainSettings) -> PreTrainedModel:
-    """Build a model under a program, without its numbers, with its trained parameters chosen.
-
-    Raises:
-        ValueError: if nothing is in scope, or the weights do not fit the configuration.
-    """
+    """Build a model under a program, without its numbers, with its trained parameters chosen."""
     student = edit(original_model(model, buffers=False)[0], program, factors=RandomFactors("meta"))
-    return with_chosen(student, program, settings)
+    return choose_or_adapt(student, program, settings)
 
 
-def with_chosen(student: PreTrainedModel, program: Program, settings: TrainSettings) -> PreTrainedModel:
+def choose_or_adapt(student: PreTrainedModel, program: Program, settings: TrainSettings) -> PreTrainedModel:
     """Choose trained parameters, or add adapters; ValueError if there is nothing."""
     if settings.lora is not None:
         adapted: PreTrainedModel = add_adapters(student, settings.scope, program, settings.lora, settings.router)
@@ -207,7 +200,7 @@ def _modules(model: PreTrainedModel, scope: str, program: Program) -> Iterator[n
     if scope == "all":
         yield model
     elif scope == "edited":
-        for sublayer in edited_in(model, program):
+        for sublayer in find_edited(model, program):
             spec = layers.family.spec(sublayer.kind, sublayer.layers[0])
             owner = layers.owner(sublayer)
             yield from (owner.get_submodule(path) for path in spec.called)
@@ -216,7 +209,7 @@ def _modules(model: PreTrainedModel, scope: str, program: Program) -> Iterator[n
     else:
         if scope == "norms":
             yield model.get_submodule(layers.family.final_norm)
-        for sublayer in dict.fromkeys(layers.program.sublayers()) if scope == "norms" else edited_in(model, program):
+        for sublayer in dict.fromkeys(layers.program.sublayers()) if scope == "norms" else find_edited(model, program):
             spec = layers.family.spec(sublayer.kind, sublayer.layers[0])
             owner = layers.owner(sublayer)
             norms = (spec.norm, spec.post_norm, *spec.head_norms)

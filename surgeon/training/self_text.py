@@ -34,8 +34,7 @@ from surgeon.runtime.service import Service
 from surgeon.runtime.service_options import ServiceOptions
 from surgeon.runtime.stream import Answer, Stream
 from surgeon.runtime.worker.options import RankOptions
-from surgeon.training.packing import Documents
-from surgeon.training.token_store import SELF, TextSource
+from surgeon.training.token_store import SELF, Documents, TextSource
 
 TEXTS_FILE = "texts.jsonl"
 _SIDE_BY_SIDE = {"cpu": 16, "cuda": 128}  # texts that are written together, and kept together

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, Strict
 
 from surgeon.errors import did_you_mean
-from surgeon.training.distill.distiller import Distillation
+from surgeon.training.distiller import Distillation
 from surgeon.training.token_store import ALL_TOKENS
 from surgeon.words import plural
 
@@ -60,11 +60,7 @@ DECIDED = {
 
 
 def check_taken(name: str) -> None:
-    """Refuse an argument of the Trainer that would do nothing, or that the run decides.
-
-    Raises:
-        ValueError: with what to use in its place, or the nearest one that is taken.
-    """
+    """Refuse an argument of the Trainer that would do nothing, or that the run decides."""
     if name in DECIDED:
         raise ValueError(f"{name} is decided by the run; use surgeon's own {DECIDED[name]}")
     if name not in TAKEN:
@@ -72,11 +68,7 @@ def check_taken(name: str) -> None:
 
 
 def check_trainer_arguments(given: Mapping[str, Any]) -> None:
-    """Refuse arguments that are not taken, or do nothing without another.
-
-    Raises:
-        ValueError: naming the first one.
-    """
+    """Refuse arguments that are not taken, or do nothing without another."""
     for name in given:
         check_taken(name)
         if TAKEN[name] and not any(map(given.get, TAKEN[name])):
@@ -112,11 +104,7 @@ PRESETS = {
 
 
 def preset(name: str) -> PaperPreset:
-    """Find a preset.
-
-    Raises:
-        ValueError: if there is none of this name.
-    """
+    """Find a preset."""
     if name not in PRESETS:
         raise ValueError(f"unknown preset {name!r}; {did_you_mean(name, PRESETS)}")
     return PRESETS[name]
@@ -202,11 +190,7 @@ class TrainSettings:
         return LORA_LEARNING_RATE
 
     def steps_on(self, windows: int) -> int:
-        """Number of steps with this many windows of training text.
-
-        Raises:
-            ValueError: if they are fewer than one batch.
-        """
+        """Number of steps with this many windows of training text."""
         if windows < self.batch:
             raise ValueError(
                 f"the training text has {plural(windows, 'window')}, fewer than one batch of {self.batch}; give more "

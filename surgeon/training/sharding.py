@@ -38,7 +38,7 @@ class ProgramSharding(FullyShardedDataParallelPlugin):  # type: ignore[misc] # a
         """
         self.auto_wrap_policy = None
         if self._prepared:
-            for group in gathered_together(model):
+            for group in group_modules(model):
                 fully_shard(
                     group,
                     reshard_after_forward=self.reshard_after_forward,
@@ -48,7 +48,7 @@ class ProgramSharding(FullyShardedDataParallelPlugin):  # type: ignore[misc] # a
         self._prepared = not self._prepared
 
 
-def gathered_together(model: nn.Module) -> list[list[nn.Module]]:
+def group_modules(model: nn.Module) -> list[list[nn.Module]]:
     """Group modules by calls: those of a sublayer, and of all that share a parameter with it.
 
     Modules of layers that the program does not call are groups, too, which are never gathered.
@@ -77,7 +77,7 @@ def _parameters(modules: list[nn.Module]) -> set[int]:
 
 
 @torch.no_grad()
-def whole_of(parameter: Tensor) -> Tensor:
+def gather_whole(parameter: Tensor) -> Tensor:
     """A parameter in one piece; where it is sharded, all processes ask at the same time."""
     if isinstance(parameter, DTensor):
         return parameter.full_tensor()
@@ -94,11 +94,7 @@ def set_whole(parameter: Tensor, numbers: Tensor) -> None:
 
 
 def check_sharding(config: Mapping[str, Any], processes: int) -> dict[str, Any]:
-    """Convert FSDP's configuration for TrainingArguments.
-
-    Raises:
-        ValueError: if there is one process only, or the configuration does not go with a program.
-    """
+    """Convert FSDP's configuration for TrainingArguments."""
     if processes == 1:
         raise ValueError(
             "fsdp shares parameters out among processes, and there is one; start several with torchrun or accelerate "
@@ -114,18 +110,18 @@ def check_sharding(config: Mapping[str, Any], processes: int) -> dict[str, Any]:
     return found
 
 
-def launched_sharded() -> bool:
-    """Whether accelerate launch asks for FSDP."""
+def is_launched_sharded() -> bool:
+    """Tell whether accelerate launch asks for FSDP."""
     return bool(str_to_bool(os.environ.get(LAUNCHED, "false")))
 
 
-def load_whole() -> None:
+def read_all_weights() -> None:
     """Have every process read all weights: each needs an original, and accelerate fills only the first's."""
-    if launched_sharded():
+    if is_launched_sharded():
         os.environ[ON_ONE] = "false"
 
 
-def share_out(accelerator: Accelerator, asked: Mapping[str, Any] | None) -> bool:
+def shard_parameters(accelerator: Accelerator, asked: Mapping[str, Any] | None) -> bool:
     """Have an accelerator shard parameters by the program; on CPUs, too, where it would replicate.
 
     Args:
@@ -143,7 +139,7 @@ def share_out(accelerator: Accelerator, asked: Mapping[str, Any] | None) -> bool
             "a parallelism_config of accelerate divides what is trained in other ways than among all processes; leave "
             "it out, and share parameters out by FSDP2 alone"
         )
-    if not (asked is not None or launched_sharded()) or state.distributed_type not in (
+    if not (asked is not None or is_launched_sharded()) or state.distributed_type not in (
         DistributedType.MULTI_CPU,
         DistributedType.MULTI_GPU,
         DistributedType.FSDP,
@@ -160,12 +156,8 @@ def share_out(accelerator: Accelerator, asked: Mapping[str, Any] | None) -> bool
     return True
 
 
-def go_on_as(accelerator: Accelerator, checkpoint: Path) -> None:
-    """Have a run write its checkpoints like the one it resumes from, whole or in shards.
-
-    Raises:
-        ValueError: if only one of the two has its parameters sharded.
-    """
+def follow_checkpoint(accelerator: Accelerator, checkpoint: Path) -> None:
+    """Have a run write its checkpoints like the one it resumes from, whole or in shards."""
     kinds = {
         "SHARDED_STATE_DICT": (checkpoint / _SHARES).is_dir(),
         "FULL_STATE_DICT": (checkpoint / _WHOLE_FILE).is_file(),

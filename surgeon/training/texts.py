@@ -35,14 +35,21 @@ from surgeon.quality.data import (
 )
 from surgeon.quality.text_files import Reading, read_pieces
 from surgeon.quality.tokens import Tokens
-from surgeon.training.packing import Documents, pieces
-from surgeon.training.token_store import ROWS_AT_ONCE, SELF, TextSource, as_table, rows_digest
+from surgeon.training.token_store import (
+    ROWS_AT_ONCE,
+    SELF,
+    Documents,
+    TextSource,
+    as_table,
+    rows_digest,
+    split_documents,
+)
 from surgeon.words import plural
 
 _LOOKED_AT = 1 << 16  # tokens, for marks that were read as text
 
 
-def texts_by_weight(texts: str | Path | Sequence[str] | Mapping[str, float]) -> str | Mapping[str, float]:
+def parse_texts(texts: str | Path | Sequence[str] | Mapping[str, float]) -> str | Mapping[str, float]:
     """Parse one text, or several, each with its weight behind it ("text.txt=0.7"), for `load_texts`.
 
     Raises:
@@ -70,11 +77,7 @@ def texts_by_weight(texts: str | Path | Sequence[str] | Mapping[str, float]) -> 
 
 
 def check_texts(data: Any) -> str | dict[str, float]:
-    """Check a text, or several with their weights.
-
-    Raises:
-        ValueError: if it is something else.
-    """
+    """Check a text, or several with their weights."""
     if isinstance(data, str) and data:
         return data
     if not isinstance(data, Mapping) or not data:
@@ -99,7 +102,7 @@ class TrainingText:
     """A text to train on, in windows: rows of Arrow, mapped into memory from files where it is large.
 
     Attributes:
-        rows: a window each, with columns as `surgeon.training.packing.columns` has them.
+        rows: a window each, with columns as `columns` has them.
         source, digest, notes, column, left_out: as of `Windows`.
         parts: the texts that it is made of, where they are several.
     """
@@ -198,7 +201,7 @@ def load_texts(
             itself where they are apart.
         held_out_tokens: to measure on, in whole windows; by default 16,384 at most, and of the training text no more
             than a tenth, at least one window.
-        documents: how they share windows (`surgeon.training.packing`).
+        documents: how they share windows (`Packer`).
         cache: folder of windows; by default among what `datasets` keeps (HF_DATASETS_CACHE).
         own: a text that is written as far as it is needed, by its name (`surgeon.training.self_text`).
 
@@ -240,12 +243,12 @@ def load_texts(
         rests += [] if rest is None else [rest]
         if measured is not None:
             require_apart(text, measured)
-    training = texts[0] if len(texts) == 1 else mixed(texts, several)
+    training = texts[0] if len(texts) == 1 else mix_texts(texts, several)
     if measured is not None:
         return TrainTexts(training, measured)
     rows = datasets.concatenate_datasets(rests)
     if "labels" in rows.column_names:
-        found = each_by_itself(pieces(rows), training.source)
+        found = pad_pieces(split_documents(rows), training.source)
     else:
         ids = rows.with_format("torch")[:]["input_ids"]
         found = Windows(ids, training.source, digest_of(ids))
@@ -254,7 +257,7 @@ def load_texts(
 
 
 def _hold_conversations(tokenizer: Any, names: Sequence[str], own: Iterable[str], window: int) -> bool:
-    """Whether texts hold conversations, all or none; those of `own` hold none."""
+    """Tell whether texts hold conversations, all or none; those of `own` hold none."""
     read = [name for name in names if name not in own]
     if SELF in read:
         raise ValueError(
@@ -276,10 +279,6 @@ def _split(
     Args:
         behind: windows to hold out.
         is_share: whether that is the most, and no more than a share of the text is held out.
-
-    Raises:
-        ValueError: if there are none, or nothing is left to train on.
-        OSError: as `TextSource.windows`.
     """
     if is_share and source.endless:
         behind = min(behind, max(1, needed // (HELD_OUT_SHARE - 1)))
@@ -331,7 +330,7 @@ def require_apart(text: TrainingText, measured: Windows) -> None:
         return
     windows = zip(measured.ids.numpy(), measured.answers.numpy(), strict=True)
     seen = {_up_to_last_answer(Tokens(ids, answer)) for ids, answer in windows}
-    if again := sum(_up_to_last_answer(each) in seen for each in pieces(text.rows)):
+    if again := sum(_up_to_last_answer(each) in seen for each in split_documents(text.rows)):
         raise ValueError(
             f"{again} of the conversations of {text.source} are in the held-out text {measured.source}, too; a model "
             "is not judged by what it was trained on: hold out others, or name none"
@@ -353,16 +352,12 @@ def _conversations(tokenizer: Any, data: str, window: int, tokens: int) -> Windo
         total += sum(len(each.ids) for each in some)
         if total >= tokens:
             break
-    found = each_by_itself(read, data)
+    found = pad_pieces(read, data)
     return replace(found, notes=tuple(reading.lines(data)), left_out=+reading.left_out)
 
 
-def each_by_itself(found: Iterable[Tokens], source: str) -> Windows:
-    """Make a window of each piece of a text, padded to the longest; only its answer counts.
-
-    Raises:
-        ValueError: if there is nothing.
-    """
+def pad_pieces(found: Iterable[Tokens], source: str) -> Windows:
+    """Make a window of each piece of a text, padded to the longest; only its answer counts."""
     parts = list[tuple[Tensor, Tensor]]()
     for each in found:
         assert each.answer is not None
@@ -375,7 +370,7 @@ def each_by_itself(found: Iterable[Tokens], source: str) -> Windows:
     return Windows(ids, source, digest_of(torch.stack([ids, answers.long()])), answers=answers)
 
 
-def mixed(texts: Sequence[TrainingText], several: Mapping[str, float]) -> TrainingText:
+def mix_texts(texts: Sequence[TrainingText], several: Mapping[str, float]) -> TrainingText:
     """Join several texts, with their weights."""
     parts = tuple(MixedPart(len(text), weight) for text, weight in zip(texts, several.values(), strict=True))
     follows = json.dumps([[text.digest, part.weight] for text, part in zip(texts, parts, strict=True)])
@@ -388,12 +383,8 @@ def mixed(texts: Sequence[TrainingText], several: Mapping[str, float]) -> Traini
     )
 
 
-def in_template(tokenizer: Any, template: str | Path | None) -> Any:
-    """Copy a tokenizer with the chat template of a file; without one it is returned as it is.
-
-    Raises:
-        OSError, ValueError: if there is no such file, or no text in it.
-    """
+def with_chat_template(tokenizer: Any, template: str | Path | None) -> Any:
+    """Copy a tokenizer with the chat template of a file; without one it is returned as it is."""
     if template is None:
         return tokenizer
     changed = copy.deepcopy(tokenizer)  # what is written with the healed model is as it was

@@ -25,14 +25,14 @@ from surgeon.training.balance import ExpertBalance
 from surgeon.training.checkpoints import (
     RunCheckpoints,
     checkpoint_bytes,
-    readable,
+    naming_unreadable,
     trained_parameters,
     write_trained,
 )
 from surgeon.training.head_loss import LossParts, text_loss
-from surgeon.training.packing import IGNORED, attends_across
-from surgeon.training.sharding import go_on_as, share_out
+from surgeon.training.sharding import follow_checkpoint, shard_parameters
 from surgeon.training.texts import RunOrder, TrainingText, TrainingWindows
+from surgeon.training.token_store import IGNORED, attends_across
 from surgeon.words import first_few, plural
 
 _WINDOWS_NAMED = 16
@@ -98,7 +98,7 @@ class ModelTrainer(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         unset_hf_deepspeed_config()  # which accelerate has set again
-        self.is_fsdp_enabled = share_out(self.accelerator, self.args.fsdp_plugin_args)
+        self.is_fsdp_enabled = shard_parameters(self.accelerator, self.args.fsdp_plugin_args)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *others: Any, **options: Any) -> Any:
         """Train, or resume, as the Trainer does.
@@ -110,7 +110,7 @@ class ModelTrainer(Trainer):
         if self.args.should_save:
             self.checkpoints.require_room(self.model, self._saves_frozen)
         if isinstance(resume_from_checkpoint, str):
-            go_on_as(self.accelerator, Path(resume_from_checkpoint))
+            follow_checkpoint(self.accelerator, Path(resume_from_checkpoint))
             self._require_same_processes(Path(resume_from_checkpoint))
         try:
             return super().train(resume_from_checkpoint, *others, **options)
@@ -139,21 +139,18 @@ class ModelTrainer(Trainer):
 
     @property
     def _saves_frozen(self) -> bool:
-        """Whether checkpoints have frozen parameters, too: those of FSDP and DeepSpeed do, but for adapters."""
+        """True where checkpoints have frozen parameters, too: those of FSDP and DeepSpeed, but for adapters."""
         return self.empty is not None and not isinstance(self.model, PeftModel)
 
     def whole_model(self) -> Any:
         """The model in one piece; None in all processes but the first."""
         if self.empty is None:
             # Without what mixed precision has put around its forward pass.
-            plain = self.accelerator.unwrap_model(self.model_wrapped, keep_fp32_wrapper=False, keep_torch_compile=False)
-            if self.args.should_save:
-                return plain
-            return None
-        state = self.accelerator.get_state_dict(self.model_wrapped)
-        if self.args.should_save:
-            return filled(self.empty, state)
-        return None
+            whole = self.accelerator.unwrap_model(self.model_wrapped, keep_fp32_wrapper=False, keep_torch_compile=False)
+        else:
+            state = self.accelerator.get_state_dict(self.model_wrapped)
+            whole = fill_copy(self.empty, state) if self.args.should_save else None
+        return whole if self.args.should_save else None
 
     # Steps
 
@@ -173,16 +170,10 @@ class ModelTrainer(Trainer):
             self._predicted = mean.clamp_min(torch.finfo(torch.float32).tiny)
         return samples
 
-    def training_step(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
-    ) -> Tensor:
-        """Add the gradient of the mean loss of a micro-batch; returns that loss.
-
-        Raises:
-            ValueError: if it is too much for the memory.
-        """
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *others: Any) -> Tensor:
+        """Add the gradient of the mean loss of a micro-batch; returns that loss."""
         try:
-            loss = super().training_step(model, inputs, num_items_in_batch)
+            loss = super().training_step(model, inputs, *others)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -194,15 +185,8 @@ class ModelTrainer(Trainer):
         self._loss = self._loss + loss
         return loss
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> Any:
         """Compute the mean loss of a micro-batch, in nats per predicted token, with the experts' balance."""
-        del num_items_in_batch
         with self.balance.watched() as seen:
             if self.towards is None:
                 parts = {"loss": text_loss(model, inputs)}
@@ -218,8 +202,6 @@ class ModelTrainer(Trainer):
         for name, part in parts.items():
             self._parts[name] = self._parts.get(name, 0) + part.detach()
         self._counted += bool(parts)
-        if return_outputs:
-            return (loss, {})
         return loss
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
@@ -249,7 +231,7 @@ class ModelTrainer(Trainer):
         )
 
     def _last_good(self) -> str:
-        """Where finite weights are, and what to do; the end of a message."""
+        """Name the last finite weights, and what to do; the end of a message."""
         there = self.checkpoints.until(self.state.global_step)
         if there:
             where = f"the weights after step {max(there)} are in {there[max(there)]}"
@@ -280,11 +262,7 @@ class ModelTrainer(Trainer):
         return metrics
 
     def measured(self, model: nn.Module) -> Quality:
-        """Measure the model as it is now on held-out text.
-
-        Raises:
-            Diverged: if its predictions are not finite.
-        """
+        """Measure the model as it is now on held-out text."""
         step = self.state.global_step
         try:
             return self.held_out.measure(model, step)
@@ -293,9 +271,8 @@ class ModelTrainer(Trainer):
 
     # Checkpoints
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+    def save_model(self, output_dir: str | None = None, *_: Any, **__: Any) -> None:
         """Write what is trained; FSDP and DeepSpeed write it themselves, with the optimiser's state."""
-        del _internal_call
         if self.args.should_save and self.empty is None:
             model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
             write_trained(model, Path(output_dir or str(self.args.output_dir)))
@@ -304,11 +281,11 @@ class ModelTrainer(Trainer):
     # is told to remove, could not be told from others.
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        with readable(resume_from_checkpoint):
+        with naming_unreadable(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with readable(checkpoint):
+        with naming_unreadable(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
@@ -338,7 +315,7 @@ def meta_copy(model: nn.Module) -> nn.Module:
     return copied
 
 
-def filled(empty: nn.Module, state: dict[str, Any]) -> nn.Module:
+def fill_copy(empty: nn.Module, state: dict[str, Any]) -> nn.Module:
     """Fill a copy without numbers from a whole state dict."""
     missing = empty.load_state_dict(state, strict=False, assign=True).missing_keys
     whole: Any = empty.get_base_model() if isinstance(empty, PeftModel) else empty

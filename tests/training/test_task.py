@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 
 from surgeon.quality.summary import Quality
 from surgeon.quality.text import HeldOutQuality
-from surgeon.training.distill.distiller import Distillation
+from surgeon.training.distiller import Distillation
 from surgeon.training.head_loss import text_loss
 from surgeon.training.run import Trained, TrainingTask, train
 from surgeon.training.settings import TrainSettings

@@ -18,7 +18,7 @@ from surgeon.training.racks.model import (
     build_stretch,
     config_for,
     named_layers,
-    renumbered,
+    renumber_layers,
     tensors_of,
 )
 from surgeon.training.racks.partition import Racks, layers_in
@@ -60,7 +60,7 @@ def rack_of(whole: PreTrainedModel, racks: Racks, index: int, seed: int | None =
         tensors |= found.outside(family.embedding, family.position_embedding)
     config = config_for(found.config, [*layers_in(own), *layers_in(private)], tied and len(racks) == 1)
     numbers = {name: one.clone(memory_format=torch.contiguous_format) for name, one in tensors.items()}
-    program = renumbered(own) + renumbered(private, count)
+    program = renumber_layers(own) + renumber_layers(private, count)
     return RackModel(racks, index, build_stretch(config, program, numbers, index == 0, len(own)))
 
 
@@ -79,11 +79,7 @@ def _random(found: ModelTensors, sources: list[int], seed: int, first: int) -> d
 
 
 def require_known(found: ModelTensors) -> None:
-    """Refuse a model with tensors that no rack would have.
-
-    Raises:
-        ValueError: naming one.
-    """
+    """Refuse a model with tensors that no rack would have."""
     family = found.family
     known = found.outside(family.embedding, family.position_embedding, family.final_norm, family.head)
     if (name := next((one for one in found.others if one not in known), None)) is not None:

@@ -82,11 +82,7 @@ class RackExchange:
                 self._put((key, stream.detach().to("cpu", copy=True).contiguous()))
 
     def ask(self, key: ItemKey) -> Tensor:
-        """Wait for the stream of a window, (tokens, width), from the rack before.
-
-        Raises:
-            ValueError: if that rack has sent another one.
-        """
+        """Wait for the stream of a window, (tokens, width), from the rack before."""
         with self._log.waiting("wait_input", key):
             found = self._incoming.get()
             if isinstance(found, BaseException):
@@ -101,11 +97,7 @@ class RackExchange:
         return stream
 
     def gather(self, step: int, coda: Tensor) -> list[Tensor]:
-        """Gather the codas of all racks after a step, (numbers,) each, in the racks' order.
-
-        Raises:
-            ValueError: if one has another size.
-        """
+        """Gather the codas of all racks after a step, (numbers,) each, in the racks' order."""
         with self._log.waiting("wait_input", ItemKey(step, ItemKind.CODA)):
             others = self.racks - 1
             due = 0.0
@@ -264,11 +256,7 @@ class KeptStreams:
             self._places[first._replace(place=first.place + place)] = path, place
 
     def require_room(self, needed: int) -> None:
-        """Refuse a run whose streams, of so many bytes, the disk cannot hold.
-
-        Raises:
-            OSError: with the folder, what is needed, and what is there.
-        """
+        """Refuse a run whose streams, of so many bytes, the disk cannot hold."""
         check_space(self.folder, max(1, needed - sum(path.stat().st_size for path in self.folder.iterdir())))
 
     def offer(self, *items: tuple[ItemKey, Tensor]) -> None:

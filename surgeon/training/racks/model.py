@@ -152,7 +152,7 @@ def stretch_layers(model: nn.Module) -> StretchLayers:
 
 
 @contextmanager
-def fed(model: nn.Module, stream: Tensor | None) -> Iterator[StretchLayers]:
+def feed_stream(model: nn.Module, stream: Tensor | None) -> Iterator[StretchLayers]:
     """Give a stretch's passes this stream, (batch, tokens, hidden); None for the embedded tokens."""
     layers = stretch_layers(model)
     layers.incoming = stream
@@ -194,11 +194,7 @@ class ModelTensors:
 
 
 def tensors_of(model: PreTrainedModel) -> ModelTensors:
-    """Collect the tensors of a model; averages and slices of its program are layers behind its own.
-
-    Raises:
-        ValueError: if a layer holds what its architecture does not have.
-    """
+    """Collect the tensors of a model; averages and slices of its program are layers behind its own."""
     stock = stock_layers_of(model)
     prefix = f"{family_of(model.config).layers}."
     with stock_model(model, stock):
@@ -211,7 +207,7 @@ def tensors_of(model: PreTrainedModel) -> ModelTensors:
     return ModelTensors(config, stock.program, layers, others)
 
 
-def tensors_by(model: PreTrainedModel, program: Program) -> ModelTensors:
+def tensors_of_program(model: PreTrainedModel, program: Program) -> ModelTensors:
     """Collect a model's tensors under the numbers of the program that it was edited with.
 
     Args:
@@ -238,7 +234,7 @@ def named_layers(family: Family, layers: Iterable[Mapping[str, Tensor]], first: 
     }
 
 
-def renumbered(nodes: Sequence[Node], first: int = 0) -> Program:
+def renumber_layers(nodes: Sequence[Node], first: int = 0) -> Program:
     """Renumber nodes over their own layers alone, from `first` on."""
     numbers = {layer: first + index for index, layer in enumerate(layers_in(nodes))}
 
@@ -297,15 +293,11 @@ class RackModel:
         return len(self.racks.ranges[self.index].nodes)
 
     def tensors(self) -> ModelTensors:
-        """Its tensors, shared with it: of its own layers, then its private coda's, under the numbers of its program."""
-        return tensors_by(self.model, self.layers.program)
+        """Tensors, shared with the rack, of its own layers and then its coda's, under the numbers of its program."""
+        return tensors_of_program(self.model, self.layers.program)
 
     def coda(self) -> Coda:
-        """The private coda, its tensors shared with the rack.
-
-        Raises:
-            ValueError: if it is the last rack, which has none.
-        """
+        """The private coda, its tensors shared with the rack."""
         if self.is_last:
             raise ValueError("the last rack has no coda of its own: its prediction is the model's")
         found = self.tensors()
@@ -315,7 +307,7 @@ class RackModel:
         sources = layers_in(nodes)
         config = config_for(found.config, sources or [0], tied=False)
         output = found.outside(family.final_norm, family.head)
-        return Coda(config, renumbered(nodes), output | named_layers(family, found.layers[first:]))
+        return Coda(config, renumber_layers(nodes), output | named_layers(family, found.layers[first:]))
 
     def coda_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters of its coda, by names that are the same in every rack; the last rack's are the model's own.
@@ -327,7 +319,7 @@ class RackModel:
         family = family_of(self.model.config)
         nodes = Program(layers.program.nodes[len(layers.program) - len(self.racks.coda) :])
         found: dict[str, nn.Parameter] = {}
-        for own, shared in zip(nodes.sublayers(), renumbered(nodes.nodes).sublayers(), strict=True):
+        for own, shared in zip(nodes.sublayers(), renumber_layers(nodes.nodes).sublayers(), strict=True):
             derived = layers.is_derived(own)
             place = str(shared) if derived else str(shared.layers[0])
             for name, parameter in layers.owner(own).named_parameters():
@@ -339,11 +331,7 @@ class RackModel:
 
 
 def save_rack(rack: RackModel, path: Path) -> None:
-    """Write a rack's tensors, with its place, configuration and program as metadata, whole or not at all.
-
-    Raises:
-        OSError: if the disk is full or cannot be written.
-    """
+    """Write a rack's tensors, with its place, configuration and program as metadata, whole or not at all."""
     found = rack.tensors()
     racks = rack.racks
     said = {
@@ -362,12 +350,7 @@ def save_rack(rack: RackModel, path: Path) -> None:
 
 
 def open_rack(path: Path) -> RackModel:
-    """Read a rack; only its own tensors come into memory.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if it is damaged, or no rack's.
-    """
+    """Read a rack; only its own tensors come into memory."""
     read_header(path)
     with safe_open(path, framework="pt") as file:
         said: Any = (file.metadata() or {}).get(_KEY)

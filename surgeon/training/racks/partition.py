@@ -144,11 +144,7 @@ def _begins(program: Program, layer: int) -> int | None:
 
 
 def _node_at(program: Program, layer: int, what: str) -> int:
-    """Number of nodes before a rack, or a coda, that begins at this layer.
-
-    Raises:
-        ValueError: naming the obstacle, and where a rack may begin.
-    """
+    """Number of nodes before a rack, or a coda, that begins at this layer."""
     start = _begins(program, layer)
     if start is not None:
         return start

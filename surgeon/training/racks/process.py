@@ -26,7 +26,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -45,7 +45,7 @@ from surgeon.processes.sockets import interface_of, interface_variables
 from surgeon.processes.torchrun import TorchrunEnvironment
 from surgeon.quality.text import HeldOutQuality
 from surgeon.training.arguments import share_of_batch
-from surgeon.training.checkpoints import beside_others, checkpoints_of, fault_of, remove_checkpoint
+from surgeon.training.checkpoints import checkpoints_of, fault_of, naming_ended_process, remove_checkpoint
 from surgeon.training.racks.exchange import PATIENCE, RackExchange, RackStreams
 from surgeon.training.racks.model import RackModel, open_rack
 from surgeon.training.racks.rack_log import RackLog, paced_loss
@@ -61,7 +61,7 @@ from surgeon.training.racks.run_files import (
 )
 from surgeon.training.racks.task import rack_task, train_rack
 from surgeon.training.run import TrainingTask
-from surgeon.training.sharding import set_whole, whole_of
+from surgeon.training.sharding import gather_whole, set_whole
 
 FAILED = 1  # exit statuses
 DIVERGED = 4
@@ -75,9 +75,6 @@ def open_store(meet: Address, index: int, is_held: bool, away: float) -> Store:
         index: of this process's rack: the first one's holds the store.
         is_held: whether another process holds it already.
         away: seconds to wait for the other racks.
-
-    Raises:
-        OSError: if the port is taken, or nobody holds the store in time.
     """
     host, port = meet
     place = TorchrunEnvironment(index, index + 1, 0, 1, host, port, patience=away)
@@ -100,11 +97,7 @@ def open_store(meet: Address, index: int, is_held: bool, away: float) -> Store:
 
 
 def interface_to(meet: Address) -> str | None:
-    """Name the network interface towards an address, such as eth0; None if unknown.
-
-    Raises:
-        OSError: if the address is no machine's.
-    """
+    """Name the network interface towards an address, such as eth0; None if unknown."""
     try:
         family, _, _, _, address = socket.getaddrinfo(*meet, type=socket.SOCK_DGRAM)[0]
     except socket.gaierror as error:
@@ -127,9 +120,6 @@ def agree(store: Store, run: Path, index: int, racks: int, first: bool, away: fl
 
     Returns:
         Whether all racks are done.
-
-    Raises:
-        OSError: if a rack does not come in time.
     """
     folder = rack_folder(run, index)
     if first:
@@ -174,6 +164,7 @@ def mean_of(codas: list[Tensor]) -> Tensor:
     return total / len(codas)
 
 
+@dataclass(eq=False)
 class CodaAveraging(TrainerCallback):
     """Sets a rack's coda to the mean of all racks' codas, waiting for the slowest.
 
@@ -186,12 +177,9 @@ class CodaAveraging(TrainerCallback):
         exchange: with the other racks.
     """
 
-    def __init__(
-        self, parameters: Callable[[], Mapping[str, nn.Parameter]], every: int, exchange: RackExchange
-    ) -> None:
-        self.parameters = parameters
-        self.every = every
-        self.exchange = exchange
+    parameters: Callable[[], Mapping[str, nn.Parameter]]
+    every: int
+    exchange: RackExchange
 
     @torch.no_grad()
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -199,7 +187,7 @@ class CodaAveraging(TrainerCallback):
         if state.global_step % self.every:
             return
         coda = [one for _, one in sorted(self.parameters().items())]
-        own = torch.cat([whole_of(one).flatten().cpu() for one in coda])
+        own = torch.cat([gather_whole(one).flatten().cpu() for one in coda])
         mean = mean_of(self.exchange.gather(state.global_step, own))
         begin = 0
         for one in coda:
@@ -207,12 +195,12 @@ class CodaAveraging(TrainerCallback):
             begin += one.numel()
 
 
+@dataclass(eq=False)
 class RackKeeper(TrainerCallback):
     """Keeps a rack's checkpoints in step with the others', so that all have one in common at any time."""
 
-    def __init__(self, exchange: RackExchange, log: RackLog) -> None:
-        self.exchange = exchange
-        self.log = log
+    exchange: RackExchange
+    log: RackLog
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self.log.begin_computing()
@@ -315,7 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     try:
-        with beside_others():
+        with naming_ended_process():
             run_rack(given.run, given.rack, given.meet, is_held=given.child)
     except Diverged as error:
         _fail(given.rack, first_line(error), DIVERGED)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import resource
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.autograd import Variable
@@ -26,12 +26,7 @@ from surgeon.training.run_log import read_rows
 TRAFFIC_FILE = "traffic.json"
 TIMELINE_FILE = "timeline.csv"
 COLUMNS = ("start", "end", "what", "kind", "step", "place", "bytes")
-_WAYS = ("sent", "received")
-_DIRECTIONS = ("forward", "codas")
 _MOST_ROWS = 256  # before they are written
-
-Way = Literal["sent", "received"]
-Direction = Literal["forward", "codas"]
 
 
 class ItemKind(IntEnum):
@@ -82,47 +77,42 @@ class RackLog:
         self.folder = folder
         self.waited = 0.0
         self._lock = threading.Lock()
-        self._bytes: Counter[tuple[str, str, str]] = Counter()
-        self._items: Counter[tuple[str, str, str]] = Counter()
+        self._traffic: dict[str, Any] = {
+            way: {direction: {"bytes": 0, "items": 0} for direction in ("forward", "codas")}
+            for way in ("sent", "received")
+        }
         self._rows: list[tuple[float, float, str, str, int, int, int]] = []
         self._computes_since: float | None = None
         if folder is None:
             return
         if (folder / TRAFFIC_FILE).is_file():
-            before = read_json(folder / TRAFFIC_FILE)
-            for way, direction in ((way, direction) for way in _WAYS for direction in _DIRECTIONS):
-                for kind, count in before[way][direction].items():
-                    if isinstance(count, dict):  # beside what they are in all
-                        self._bytes[way, direction, kind] = int(count["bytes"])
-                        self._items[way, direction, kind] = int(count["items"])
+            self._traffic = read_json(folder / TRAFFIC_FILE)
         whole = [row for row in read_rows(folder / TIMELINE_FILE) if set(COLUMNS) <= set(row)]
         with (folder / TIMELINE_FILE).open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, COLUMNS, lineterminator="\n", extrasaction="ignore")
             writer.writeheader()
             writer.writerows(whole)
 
-    def count(self, way: Way, direction: Direction, kind: ItemKind, size: int, items: int = 1) -> None:
-        place = (way, direction, kind.name.lower())
+    def count(self, way: str, direction: str, kind: ItemKind, size: int, items: int = 1) -> None:
+        """Add items, of so many bytes together, that were "sent" or "received", "forward" or among "codas"."""
         with self._lock:
-            self._bytes[place] += size
-            self._items[place] += items
+            total = self._traffic[way][direction]
+            for each in (total, total.setdefault(kind.name.lower(), {"bytes": 0, "items": 0})):
+                each["bytes"] += size
+                each["items"] += items
 
     def traffic(self) -> dict[str, Any]:
         """Nest the counts by way, direction and kind, with totals, and the process's peak memory in bytes."""
-        found: dict[str, Any] = {way: {each: {"bytes": 0, "items": 0} for each in _DIRECTIONS} for way in _WAYS}
-        with self._lock:
-            for (way, direction, kind), size in self._bytes.items():
-                count = {"bytes": size, "items": self._items[way, direction, kind]}
-                total = found[way][direction]
-                total |= {name: total[name] + count[name] for name in count} | {kind: count}
         unit = 1 if sys.platform == "darwin" else 1024  # Linux counts in kilobytes, macOS in bytes
-        return found | {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        with self._lock:
+            return copy.deepcopy(self._traffic) | {"peak": peak}
 
     def begin_computing(self) -> None:
         self._computes_since = time.monotonic()
 
     @contextmanager
-    def waiting(self, what: Literal["wait_input", "wait_room"], key: ItemKey) -> Iterator[None]:
+    def waiting(self, what: str, key: ItemKey) -> Iterator[None]:
         """Time a wait; before it, the rack has computed."""
         begun = time.monotonic()
         if self._computes_since is not None:

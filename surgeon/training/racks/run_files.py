@@ -22,6 +22,7 @@ for the first one, and in RUN/rack-R/replica-1/, ... for others.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -38,8 +39,11 @@ from surgeon.errors import first_line
 from surgeon.processes.files import whole_file, write_json
 from surgeon.quality.data import Windows, digest_of
 from surgeon.runtime.comm.link import Link
+from surgeon.training.checkpoints import checkpoints_of
 from surgeon.training.racks.partition import Racks
 from surgeon.training.racks.rack_log import RackPace
+from surgeon.training.run import finish_run
+from surgeon.training.run_log import HELD_OUT_FILE, TRAINING_FILE
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import MixedPart, TrainingText, TrainTexts
 from surgeon.training.token_store import write_rows
@@ -88,11 +92,7 @@ class RacksToTrain:
 
 
 def check_settings(settings: TrainSettings) -> None:
-    """Refuse settings that racks cannot be trained with.
-
-    Raises:
-        ValueError: naming the one, and what to do.
-    """
+    """Refuse settings that racks cannot be trained with."""
     if settings.scope == "edited":
         raise ValueError("racks train their codas, too, which no edit has touched; train all weights, or norms")
     if settings.distillation is not None and not settings.distillation.hidden:
@@ -111,15 +111,11 @@ ALWAYS = "always"
 
 
 def parse_averaging(text: str | int) -> int | None:
-    """Parse "never", a number of steps between averages of codas, or "always"; None for never.
-
-    Raises:
-        ValueError: if it is none of these.
-    """
-    if text in (NEVER, ALWAYS):
-        if text == ALWAYS:
-            return 1
+    """Parse "never", a number of steps between averages of codas, or "always"; None for never."""
+    if text == NEVER:
         return None
+    if text == ALWAYS:
+        return 1
     steps = int(text) if str(text).isdecimal() else 0
     if steps < 1:
         raise ValueError(f"codas are averaged never, always, or every N steps with N from 1, not {text!r}")
@@ -170,7 +166,7 @@ class ProcessOptions:
 
 @dataclass(frozen=True)
 class RacksPlan:
-    """What all processes of a run know.
+    """Plan of a run, for all its processes.
 
     Attributes:
         racks: their number.
@@ -190,12 +186,7 @@ class RacksPlan:
 
     @classmethod
     def read(cls, run: Path) -> RacksPlan:
-        """Read a run's plan.
-
-        Raises:
-            FileNotFoundError: if it has no such file.
-            ValueError: if that is damaged.
-        """
+        """Read a run's plan."""
         said = read_json(run / PLAN_FILE)
         try:
             settings = TrainSettings.from_json(said.pop("settings"))
@@ -239,11 +230,7 @@ def write_texts(run: Path, texts: TrainTexts) -> None:
 
 
 def read_texts(run: Path) -> TrainTexts:
-    """Read both texts.
-
-    Raises:
-        FileNotFoundError: if they are not there.
-    """
+    """Read both texts."""
     with safe_open(run / TEXTS_FILE, framework="pt") as file:
         said = file.metadata()
         ids = file.get_tensor("held_out")
@@ -253,3 +240,35 @@ def read_texts(run: Path) -> TrainTexts:
         datasets.Dataset.from_file(str(run / TRAINING_TEXT_FILE)), said["training"], said["digest"], parts=parts
     )
     return TrainTexts(training, Windows(ids, said["held_out"], digest_of(ids), answers=answers))
+
+
+def is_done(run: Path, index: int) -> bool:
+    """Tell whether a rack is done."""
+    done = (rack_folder(run, index) / RESULT_FILE).is_file()
+    path = rack_folder(run, index) / RACK_FILE
+    if done and not path.is_file():
+        raise FileNotFoundError(f"{path} is gone; put it back, or remove {run} to begin the run again")
+    return done
+
+
+def finish_racks(folder: Path, racks: Racks, record: dict[str, Any]) -> None:
+    """Complete the record of a run whose result is written, and remove weights, texts and streams.
+
+    Tables stay; the last rack's, of the whole model's prediction, are copied beside the record.
+    """
+    for name in (TRAINING_FILE, HELD_OUT_FILE):
+        with whole_file(folder / name) as beside:
+            shutil.copyfile(rack_folder(folder, racks.last) / name, beside)
+    finish_run(folder, record)
+    (folder / PLAN_FILE).unlink(missing_ok=True)  # before the rest: without it nothing is gone on with
+    for rack in racks.ranges:
+        each = rack_folder(folder, rack.index)
+        if each.is_dir():
+            of_processes = [each, *each.glob("replica-*")]
+            for path in checkpoints_of(each).values():
+                shutil.rmtree(path, ignore_errors=True)
+            for path in (each / RACK_FILE, each / RESULT_FILE, *(own / PROCESS_FILE for own in of_processes)):
+                path.unlink(missing_ok=True)
+    shutil.rmtree(folder / START, ignore_errors=True)
+    for name in (TEXTS_FILE, TRAINING_TEXT_FILE):
+        (folder / name).unlink(missing_ok=True)

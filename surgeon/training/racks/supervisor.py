@@ -44,13 +44,14 @@ from surgeon.training.racks.run_files import (
     ProcessOptions,
     RacksPlan,
     RacksToTrain,
+    is_done,
     rack_folder,
     start_file,
     teacher_file,
     write_texts,
 )
-from surgeon.training.racks.task import RacksTrained, gather, is_done, teacher_of
-from surgeon.training.run import alone, open_run
+from surgeon.training.racks.task import RacksTrained, gather, teacher_of
+from surgeon.training.run import lock_run, open_run
 from surgeon.training.run_log import HELD_OUT_FILE, TRAINING_FILE, read_rows
 
 
@@ -146,7 +147,7 @@ def train_in_processes(asked: RacksToTrain, options: ProcessOptions | None = Non
         raise ValueError(
             f"{replicas} processes of a rack need a GPU each, and there are {gpus}; ask for fewer, or the CPU"
         )
-    with alone(asked.folder, asked.device):
+    with lock_run(asked.folder, asked.device):
         plan = prepare(asked, options)
         if not all(is_done(asked.folder, index) for index in range(plan.racks)):
             _work(asked.folder, plan, asked.settings.steps_on(len(asked.texts.training)))
@@ -160,7 +161,7 @@ def train_in_processes(asked: RacksToTrain, options: ProcessOptions | None = Non
 
 
 class _End(NamedTuple):
-    """How the process ended that took the others with it: its rack, exit code (negative for a signal), and words."""
+    """End of the process that took the others with it: its rack, exit code (negative for a signal), and last words."""
 
     who: str
     code: int
@@ -195,7 +196,7 @@ class _Processes:
         return rack_folder(self.run, rack, replica) / LOG_FILE
 
     def look(self) -> _End | None:
-        """How they have ended; None while they go on. When one has failed, all are ended."""
+        """Find the end of all; None while they go on. When one has failed, all are ended."""
         codes = [child.poll() for child in self.children.values()]
         if None in codes and not any(codes):
             return None

@@ -18,11 +18,10 @@ from transformers import PreTrainedModel
 from surgeon.checkpoint.codas import Coda
 from surgeon.checkpoint.read import read_json
 from surgeon.models.families import family_of
-from surgeon.processes.files import whole_file, write_json
+from surgeon.processes.files import write_json
 from surgeon.quality.summary import Quality
 from surgeon.quality.text import HeldOutQuality, logits_of
-from surgeon.training.checkpoints import checkpoints_of
-from surgeon.training.distill.distiller import (
+from surgeon.training.distiller import (
     Distillation,
     ask_teacher,
     counterparts,
@@ -30,25 +29,20 @@ from surgeon.training.distill.distiller import (
     require_unedited_teacher,
     watched_streams,
 )
-from surgeon.training.head_loss import loss_at_head, next_tokens, text_loss
+from surgeon.training.head_loss import LossParts, loss_at_head, next_tokens, text_loss
 from surgeon.training.racks.build import assemble, rack_of
 from surgeon.training.racks.exchange import KeptStreams, RackStreams
-from surgeon.training.racks.model import RackModel, fed, open_rack, save_rack
+from surgeon.training.racks.model import RackModel, feed_stream, open_rack, save_rack
 from surgeon.training.racks.partition import Racks
 from surgeon.training.racks.run_files import (
-    PLAN_FILE,
-    PROCESS_FILE,
     RACK_FILE,
     RESULT_FILE,
-    START,
     STREAMS,
-    TEXTS_FILE,
-    TRAINING_TEXT_FILE,
     RacksToTrain,
+    is_done,
     rack_folder,
 )
-from surgeon.training.run import Trained, TrainingTask, alone, finish_run, open_run, train
-from surgeon.training.run_log import HELD_OUT_FILE, TRAINING_FILE
+from surgeon.training.run import Trained, TrainingTask, finish_run, lock_run, open_run, train
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainTexts, model_inputs
 from surgeon.training.trainer import Measure
@@ -60,9 +54,6 @@ def teacher_of(original: PreTrainedModel, racks: Racks, index: int) -> RackModel
     Args:
         original: unedited; it is left as it is.
         racks: of the program of a model that was edited from it.
-
-    Raises:
-        ValueError: if it runs an edited program, or is another model than the program is of.
     """
     dense = require_unedited_teacher(original)
     layers = len(dense) // family_of(original.config).steps_per_layer
@@ -74,8 +65,10 @@ def teacher_of(original: PreTrainedModel, racks: Racks, index: int) -> RackModel
     return found
 
 
-class DistilledRackLoss:
-    """The loss of a rack that is distilled; a `LossParts`.
+def distilled_rack_loss(
+    rack: RackModel, teacher: RackModel, distillation: Distillation, streams: RackStreams
+) -> LossParts:
+    """Make the loss of a rack that is distilled.
 
     Its parts, each a mean over the predicted tokens: `hidden`, the relative error of its streams; of the last rack
     `logits`, its prediction's divergence from the original's, and `text`; of others `text` is their coda's.
@@ -84,38 +77,34 @@ class DistilledRackLoss:
         teacher: the rack's part of the original (`teacher_of`).
         streams: its own and, behind them, the original's: (windows, tokens, 2 x hidden).
     """
+    own = distillation if rack.is_last else replace(distillation, logits=0.0, text=1.0)
+    nodes = rack.racks.ranges[rack.index].nodes
+    first_layer = teacher.racks.ranges[teacher.index].layers.start
+    layers = teacher.racks.ranges[-1].layers.stop
+    places = {
+        node - nodes.start: layer - first_layer
+        for node, layer in counterparts(rack.racks.program, layers).items()
+        if nodes.start < node <= nodes.stop
+    }
+    rack.layers.apart = not rack.is_last
 
-    def __init__(self, rack: RackModel, teacher: RackModel, distillation: Distillation, streams: RackStreams) -> None:
-        self.rack = rack
-        self.teacher = teacher
-        self.streams = streams
-        self.own = distillation if rack.is_last else replace(distillation, logits=0.0, text=1.0)
-        nodes = rack.racks.ranges[rack.index].nodes
-        first_layer = teacher.racks.ranges[teacher.index].layers.start
-        layers = teacher.racks.ranges[-1].layers.stop
-        self.counterparts = {
-            node - nodes.start: layer - first_layer
-            for node, layer in counterparts(rack.racks.program, layers).items()
-            if nodes.start < node <= nodes.stop
-        }
-        rack.layers.apart = not rack.is_last
-
-    def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+    def loss(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         windows = model_inputs(inputs)
-        stream = self.streams.take(inputs["place"])
+        stream = streams.take(inputs["place"])
         incoming = [None, None] if stream is None else stream.chunk(2, dim=-1)
-        teacher: Any = self.teacher.model
-        with fed(teacher, incoming[1]) as stretch:
-            taught = ask_teacher(teacher, windows, self.counterparts, self.own)
+        with feed_stream(teacher.model, incoming[1]) as stretch:
+            taught = ask_teacher(teacher.model, windows, places, own)
             original = stretch.outgoing
         labels = next_tokens(inputs["labels"])
-        length = len(self.rack.layers.program)
-        with fed(model, incoming[0]) as layers, watched_streams(model, [*self.counterparts], length) as streams:
-            at_head = loss_at_head(model, windows, lambda: self.own.task(taught, labels))
-            assert layers.outgoing is not None
+        length = len(rack.layers.program)
+        with feed_stream(model, incoming[0]) as stretch, watched_streams(model, [*places], length) as watched:
+            at_head = loss_at_head(model, windows, lambda: own.task(taught, labels))
+            assert stretch.outgoing is not None
             assert original is not None
-            self.streams.give(inputs["place"], torch.cat([layers.outgoing, original.to(layers.outgoing)], dim=-1))
-        return parts_of_loss(self.own, at_head, labels, streams, taught)
+            streams.give(inputs["place"], torch.cat([stretch.outgoing, original.to(stretch.outgoing)], dim=-1))
+        return parts_of_loss(own, at_head, labels, watched, taught)
+
+    return loss
 
 
 def rack_loss(streams: RackStreams, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -123,7 +112,7 @@ def rack_loss(streams: RackStreams, model: nn.Module, inputs: Mapping[str, Any])
 
     The stream of a micro-batch is handed on before its gradient is computed, so that the rack behind need not wait.
     """
-    with fed(model, streams.take(inputs["place"])) as layers:
+    with feed_stream(model, streams.take(inputs["place"])) as layers:
         loss = text_loss(model, inputs)
         assert layers.outgoing is not None
         streams.give(inputs["place"], layers.outgoing)
@@ -148,23 +137,22 @@ class RackHeldOut:
 
     def measure(self, model: nn.Module, step: int) -> Quality:
         """Measure the coda's prediction after so many steps, once for each."""
-        if self._latest is None or self._latest[0] != step:
-            self._latest = step, self._measured(model, step)
-        return self._latest[1]
-
-    def _measured(self, model: nn.Module, step: int) -> Quality:
+        if self._latest is not None and self._latest[0] == step:
+            return self._latest[1]
         whole = logits_of(model)
         windows = iter(range(len(self.held_out.ids)))
 
         def logits(ids: Tensor) -> Tensor:
             window = next(windows)
-            with fed(model, self.streams.take_held_out(step, window)) as layers:
+            with feed_stream(model, self.streams.take_held_out(step, window)) as layers:
                 found = whole(ids)
                 assert layers.outgoing is not None
                 self.streams.give_held_out(step, window, layers.outgoing)
             return found
 
-        return self.held_out.quality(model, logits)
+        quality = self.held_out.quality(model, logits)
+        self._latest = step, quality
+        return quality
 
 
 def rack_task(
@@ -184,7 +172,7 @@ def rack_task(
     measure: Measure = RackHeldOut(held_out, streams)
     if teacher is None or distillation is None:
         return TrainingTask(measure, partial(rack_loss, streams))
-    return TrainingTask(measure, DistilledRackLoss(rack, teacher, distillation, streams), uses_all=True)
+    return TrainingTask(measure, distilled_rack_loss(rack, teacher, distillation, streams), uses_all=True)
 
 
 @dataclass(frozen=True)
@@ -216,9 +204,6 @@ def train_rack(
     Args:
         run: of all racks.
         identity: of all racks, as JSON values.
-
-    Raises:
-        ValueError, OSError: as `train`.
     """
     folder = rack_folder(run, rack.index)
     own = {**identity, "task": "rack", "rack": rack.index}
@@ -230,26 +215,8 @@ def train_rack(
         write_json(folder / RESULT_FILE, found.to_json())
 
 
-def is_done(run: Path, index: int) -> bool:
-    """Whether a rack is done.
-
-    Raises:
-        FileNotFoundError: if it was, and is gone.
-    """
-    done = (rack_folder(run, index) / RESULT_FILE).is_file()
-    path = rack_folder(run, index) / RACK_FILE
-    if done and not path.is_file():
-        raise FileNotFoundError(f"{path} is gone; put it back, or remove {run} to begin the run again")
-    return done
-
-
 def gather(whole: PreTrainedModel, racks: Racks, run: Path) -> RacksTrained:
-    """Collect the racks of a run that is done.
-
-    Raises:
-        FileNotFoundError: if one is not, or is gone.
-        ValueError: if a file is damaged.
-    """
+    """Collect the racks of a run that is done."""
     for index in range(len(racks)):
         if not is_done(run, index):
             path = rack_folder(run, index) / RESULT_FILE
@@ -258,32 +225,6 @@ def gather(whole: PreTrainedModel, racks: Racks, run: Path) -> RacksTrained:
     found = [open_rack(each / RACK_FILE) for each in folders]
     results = tuple(Trained.from_json(read_json(each / RESULT_FILE)) for each in folders)
     return RacksTrained(assemble(whole, racks, found), tuple(rack.coda() for rack in found[:-1]), results)
-
-
-def finish_racks(folder: Path, racks: Racks, record: dict[str, Any]) -> None:
-    """Complete the record of a run whose result is written, and remove weights, texts and streams.
-
-    Tables stay; the last rack's, of the whole model's prediction, are copied beside the record.
-
-    Raises:
-        OSError: if the folder cannot be written.
-    """
-    for name in (TRAINING_FILE, HELD_OUT_FILE):
-        with whole_file(folder / name) as beside:
-            shutil.copyfile(rack_folder(folder, racks.last) / name, beside)
-    finish_run(folder, record)
-    (folder / PLAN_FILE).unlink(missing_ok=True)  # before the rest: without it nothing is gone on with
-    for rack in racks.ranges:
-        each = rack_folder(folder, rack.index)
-        if each.is_dir():
-            of_processes = [each, *each.glob("replica-*")]
-            for path in checkpoints_of(each).values():
-                shutil.rmtree(path, ignore_errors=True)
-            for path in (each / RACK_FILE, each / RESULT_FILE, *(own / PROCESS_FILE for own in of_processes)):
-                path.unlink(missing_ok=True)
-    shutil.rmtree(folder / START, ignore_errors=True)
-    for name in (TEXTS_FILE, TRAINING_TEXT_FILE):
-        (folder / name).unlink(missing_ok=True)
 
 
 def train_in_turn(asked: RacksToTrain) -> RacksTrained:
@@ -305,7 +246,7 @@ def train_in_turn(asked: RacksToTrain) -> RacksTrained:
     def held_out() -> HeldOutQuality:
         return HeldOutQuality(asked.texts.held_out, None if asked.original is None else asked.original())
 
-    with alone(asked.folder, asked.device):
+    with lock_run(asked.folder, asked.device):
         open_run(asked.folder, asked.identity_of_racks() | asked.settings_and_text())
         for index in range(len(asked.racks)):
             folder = rack_folder(asked.folder, index)
@@ -320,14 +261,8 @@ def train_in_turn(asked: RacksToTrain) -> RacksTrained:
 def _train(asked: RacksToTrain, index: int, held_out: HeldOutQuality) -> None:
     rack = rack_of(asked.whole, asked.racks, index, asked.seed)
     settings = asked.settings
-    if rack.is_first:
-        source = None
-    else:
-        source = KeptStreams(rack_folder(asked.folder, index - 1) / STREAMS)
-    if rack.is_last:
-        sink = None
-    else:
-        sink = KeptStreams(rack_folder(asked.folder, index) / STREAMS)
+    source = None if rack.is_first else KeptStreams(rack_folder(asked.folder, index - 1) / STREAMS)
+    sink = None if rack.is_last else KeptStreams(rack_folder(asked.folder, index) / STREAMS)
     teacher = None
     if settings.distillation is not None:
         assert asked.original is not None

@@ -20,15 +20,15 @@ from surgeon.language.program import Program
 from surgeon.models.edit import check_layers, edit, recipe_program
 from surgeon.models.families import FAMILIES, Family, family_of
 from surgeon.quality.tokens import tokenizer_digest
-from surgeon.training.packing import documents_of
 from surgeon.training.racks.build import require_known
 from surgeon.training.racks.model import tensors_of
 from surgeon.training.racks.partition import Racks
 from surgeon.training.racks.run_files import check_settings
-from surgeon.training.scope import with_chosen
+from surgeon.training.scope import choose_or_adapt
 from surgeon.training.scratch.config import ScratchConfig
 from surgeon.training.scratch.tracks import narrow
 from surgeon.training.texts import TrainTexts, load_texts
+from surgeon.training.token_store import documents_of
 
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
 # Of a configuration, what says nothing of how a model begins or what it computes.
@@ -157,7 +157,7 @@ def blueprint(config: ScratchConfig) -> Blueprint:
             check_settings(config.settings)
     parameters = sum(each.numel() for each in model.parameters())
     with config.under("training"):
-        with_chosen(edit(model, program, factors=RandomFactors("meta")), program, config.settings)
+        choose_or_adapt(edit(model, program, factors=RandomFactors("meta")), program, config.settings)
     return Blueprint(config, architecture, program, tokenizer, parameters, racks)
 
 

@@ -28,10 +28,10 @@ from surgeon.named import is_recipe, on_disk
 from surgeon.quality.data import DEFAULT_WINDOW
 from surgeon.training.arguments import read_trainer_argument
 from surgeon.training.model import RackOptions
-from surgeon.training.packing import documents_of
 from surgeon.training.scratch.tracks import WIDTH_STEP, layer_of_each_width
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import check_texts
+from surgeon.training.token_store import documents_of
 
 KIND = "configuration"
 PROGRAMS = ("operations", "program", "tracks")  # of which there is at most one
@@ -139,12 +139,16 @@ class ScratchConfig(ScratchKeys):
         lines = [f"surgeon: {FORMAT}", f"model: {in_braces(self.model)}", _line("tokenizer", name(self.tokenizer))]
         if self.operations:
             lines += ["operations:", *(f"  - {operation.to_yaml()}" for operation in self.operations)]
-        lines += [] if self.program is None else [_line("program", str(Program.parse(self.program)))]
-        lines += [] if self.tracks is None else [f"tracks: {in_braces(vars(self.tracks))}"]
-        lines += [] if self.racks is None else [f"racks: {in_braces(vars(self.racks))}"]
-        several = self.data if isinstance(self.data, str) else {name(text): one for text, one in self.data.items()}
-        lines.append(_line("data", name(several) if isinstance(several, str) else several))
-        lines += [] if self.eval_data is None else [_line("eval_data", name(self.eval_data))]
+        if self.program is not None:
+            lines.append(_line("program", str(Program.parse(self.program))))
+        sections = {"tracks": self.tracks, "racks": self.racks}
+        lines += [f"{key}: {in_braces(vars(one))}" for key, one in sections.items() if one is not None]
+        if isinstance(self.data, str):
+            lines.append(_line("data", name(self.data)))
+        else:
+            lines.append(_line("data", {name(text): weight for text, weight in self.data.items()}))
+        if self.eval_data is not None:
+            lines.append(_line("eval_data", name(self.eval_data)))
         plain = ("eval_tokens", "tokens", "window", "separator", "documents")
         given = {key: value for key in plain if (value := getattr(self, key)) is not None}
         lines += [_line(key, value) for key, value in given.items()]
@@ -156,23 +160,14 @@ class ScratchConfig(ScratchKeys):
 
 
 def read_config_file(path: Path) -> ScratchConfig:
-    """Read a configuration from a file.
-
-    Raises:
-        FileNotFoundError: if there is none.
-        ValueError: if it is not a valid configuration, naming the line.
-    """
+    """Read a configuration from a file."""
     if not is_recipe(path) and on_disk(path) is not None:
         raise ValueError(f"{path} is no {KIND}; give a YAML file, as recipes/train/ has them")
     return parse_config(read_document(path, KIND), str(path))
 
 
 def parse_config(text: str, source: str = KIND) -> ScratchConfig:
-    """Parse a configuration; `source` names it in error messages.
-
-    Raises:
-        ValueError: if it is not a valid configuration, naming the line.
-    """
+    """Parse a configuration; `source` names it in error messages."""
     return ConfigReader(text, source).config()
 
 
@@ -242,11 +237,7 @@ SHORTEST_WINDOW = 128
 
 
 def parse_scale(text: str) -> float:
-    """Parse a scale such as 1/64 or 0.125.
-
-    Raises:
-        ValueError: if it is no number above 0 and at most 1.
-    """
+    """Parse a scale such as 1/64 or 0.125."""
     try:
         scale = float(Fraction(text))
     except (ValueError, ZeroDivisionError):
@@ -256,7 +247,7 @@ def parse_scale(text: str) -> float:
     return scale
 
 
-def scaled(config: ScratchConfig, scale: float, steps: int | None = None) -> ScratchConfig:
+def scale_config(config: ScratchConfig, scale: float, steps: int | None = None) -> ScratchConfig:
     """Scale a configuration's widths down, on fewer and shorter windows.
 
     Counts stay: layers, heads, KV heads, tracks, experts, racks, codas, steps. Widths (of the stream, of a head, of

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from surgeon.models.edit import edit, program_of
-from surgeon.training.distill.distiller import Distillation
+from surgeon.training.distiller import Distillation
+from surgeon.training.head_loss import LossParts
 from surgeon.training.racks.build import rack_of
 from surgeon.training.racks.exchange import RackStreams
 from surgeon.training.racks.model import RackModel
@@ -20,7 +21,7 @@ from surgeon.training.racks.partition import Racks
 from surgeon.training.racks.rack_log import ItemKey
 from surgeon.training.racks.run_files import ProcessOptions, RacksToTrain
 from surgeon.training.racks.supervisor import train_in_processes
-from surgeon.training.racks.task import DistilledRackLoss, teacher_of, train_in_turn
+from surgeon.training.racks.task import distilled_rack_loss, teacher_of, train_in_turn
 from tests.tiny_models import tiny_model
 from tests.training.racks.local_run import SETTINGS, TEXTS, weights
 from tests.training.racks.reference import forward
@@ -74,7 +75,7 @@ def gradients(rack: RackModel) -> dict[str, Tensor]:
 
 
 @pytest.fixture
-def made() -> tuple[list[RackModel], list[DistilledRackLoss], dict[str, Tensor]]:
+def made() -> tuple[list[RackModel], list[LossParts], dict[str, Tensor], Streams]:
     model, racks = cut()
     found, between = [rack_of(model, racks, index) for index in range(2)], Streams()
     for rack in found:
@@ -84,16 +85,16 @@ def made() -> tuple[list[RackModel], list[DistilledRackLoss], dict[str, Tensor]]
                 parameter.mul_(1.03)
     teachers = [teacher_of(original(), racks, index) for index in range(2)]
     losses = [
-        DistilledRackLoss(found[0], teachers[0], BOTH, RackStreams(4, sink=between)),
-        DistilledRackLoss(found[1], teachers[1], BOTH, RackStreams(4, source=between)),
+        distilled_rack_loss(found[0], teachers[0], BOTH, RackStreams(4, sink=between)),
+        distilled_rack_loss(found[1], teachers[1], BOTH, RackStreams(4, source=between)),
     ]
     ids = TEXTS.training.ids[:2]
-    return found, losses, {"input_ids": ids, "labels": ids, "place": torch.arange(4, 6)}
+    return found, losses, {"input_ids": ids, "labels": ids, "place": torch.arange(4, 6)}, between
 
 
 def test_the_first_rack_learns_the_original_s_streams(made: Any) -> None:
     """Its coda learns the text, and keeps that to itself."""
-    (rack, _), (distilled, _), inputs = made
+    (rack, _), (distilled, _), inputs, _ = made
     ids = inputs["input_ids"]
     parts = distilled(rack.model, inputs)
     parts["loss"].backward()
@@ -134,12 +135,12 @@ def test_the_first_rack_learns_the_original_s_streams(made: Any) -> None:
 
 
 def test_the_last_rack_learns_the_original_s_predictions_too(made: Any) -> None:
-    (first, rack), (before, distilled), inputs = made
+    (first, rack), (before, distilled), inputs, between = made
     before(first.model, inputs)
     ids = inputs["input_ids"]
     parts = distilled(rack.model, inputs)
     streams, wanted = stream_of_original(ids)
-    handed_on, original_stream = distilled.streams.take(torch.arange(4, 6)).chunk(2, dim=-1)
+    handed_on, original_stream = RackStreams(4, source=between).take(torch.arange(4, 6)).chunk(2, dim=-1)
     assert torch.allclose(original_stream, streams[3], atol=1e-5)
     ends = list[Tensor]()
     rack.model.model.norm.register_forward_pre_hook(lambda _, given: ends.append(given[0]))

@@ -27,10 +27,10 @@ from surgeon.models.edited_layers import EditedLayers
 from surgeon.models.families import family_of
 from surgeon.models.weights.store import dense
 from surgeon.quality.head import OutputHead
-from surgeon.training.distill.teacher_logits import TeacherLogits
 from surgeon.training.head_loss import HeadLoss, LogitsTask, TeacherStream, TeacherTarget, loss_at_head, next_tokens
-from surgeon.training.packing import IGNORED
+from surgeon.training.teacher_logits import TeacherLogits
 from surgeon.training.texts import model_inputs
+from surgeon.training.token_store import IGNORED
 
 
 def counterparts(program: Program, num_layers: int) -> dict[int, int]:
@@ -82,7 +82,9 @@ def shared_prefix(student: nn.Module, teacher: PreTrainedModel, program: Program
         program: the student's, in the numbers of the original's layers.
     """
     model = next(module for module in student.modules() if isinstance(module, PreTrainedModel))
-    if _has_dropout(model) or not _same_and_frozen(_before_layers(model), _before_layers(teacher)):
+    rates = [rate for name, rate in model.config.to_dict().items() if "drop" in name and name not in _ELSEWHERE]
+    has_dropout = any(isinstance(rate, float) and rate > 0 for rate in rates)
+    if has_dropout or not _same_and_frozen(_before_layers(model), _before_layers(teacher)):
         return 0
     mine = edited_layers(model)
     theirs = edited_layers(teacher)
@@ -97,22 +99,6 @@ def shared_prefix(student: nn.Module, teacher: PreTrainedModel, program: Program
         count += 1
     reads_before = count < len(program) and any(step.late for step in steps_of(program.nodes[count : count + 1]))
     return max(0, count - reads_before)  # a late step reads the stream before the last output is added
-
-
-@contextmanager
-def beginning_behind(model: PreTrainedModel, node: int, stream: Tensor | None) -> Iterator[None]:
-    """Let an edited model's passes begin behind a node, with this stream, (batch, tokens, hidden)."""
-    layers = edited_layers(model)
-    layers.begins = None if stream is None else (node, stream)
-    try:
-        yield
-    finally:
-        layers.begins = None
-
-
-def _has_dropout(model: PreTrainedModel) -> bool:
-    rates = {name: rate for name, rate in model.config.to_dict().items() if "drop" in name and name not in _ELSEWHERE}
-    return any(isinstance(rate, float) and rate > 0 for rate in rates.values())
 
 
 def _before_layers(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -296,16 +282,16 @@ class Distiller:
         assert self.teacher is not None
         if not self.shared:
             return ask_teacher(self.teacher, windows, self.counterparts, self.distillation)
-        with beginning_behind(self.teacher, self.shared, streams[self.shared].detach()):
+        layers = edited_layers(self.teacher)
+        layers.begins = (self.shared, streams[self.shared].detach())
+        try:
             return ask_teacher(self.teacher, windows, self.counterparts, self.distillation, self.shared)
+        finally:
+            layers.begins = None
 
 
 def require_unedited_teacher(teacher: PreTrainedModel) -> Program:
-    """Return a teacher's program, its layers one after the other.
-
-    Raises:
-        ValueError: if it runs another one.
-    """
+    """Return a teacher's program, its layers one after the other."""
     own = program_of(teacher)
     steps = family_of(teacher.config).steps_per_layer
     if own != Program.dense(len(own) // steps, steps):
@@ -376,9 +362,6 @@ def relative_error(student: Tensor, teacher: Tensor, predicted: Tensor) -> Tenso
     Args:
         student, teacher: (windows, tokens, hidden).
         predicted: (windows, tokens), tokens that count.
-
-    Raises:
-        ValueError: if the streams have different sizes.
     """
     if student.shape != teacher.shape:
         raise ValueError(

@@ -17,8 +17,8 @@ import surgeon
 from surgeon.language.program import Program
 from surgeon.models.families import family_of
 from surgeon.quality.data import Windows
-from surgeon.training.distill.distiller import Distillation, Distiller, counterparts, watched_streams
-from surgeon.training.distill.teacher_logits import TeacherLogits
+from surgeon.training.distiller import Distillation, Distiller, counterparts, watched_streams
+from surgeon.training.teacher_logits import TeacherLogits
 from surgeon.training.texts import TrainingText
 from tests.tiny_models import VOCABULARY, tiny_model
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from surgeon.quality.data import Windows
-from surgeon.training.distill import teacher_logits
-from surgeon.training.distill.teacher_logits import TeacherLogits
+from surgeon.training import teacher_logits
+from surgeon.training.teacher_logits import TeacherLogits
 from surgeon.training.texts import TrainingText
 from tests import tiny_models as models
 from tests import warm
@@ -30,8 +30,8 @@ LOGITS = TeacherLogits(Path(), "0" * 64, "float32", "d" * 64, WINDOWS, WINDOW, K
 MAKE = """
 import os, signal, sys
 from pathlib import Path
-from surgeon.training.distill import teacher_logits
-from tests.training.distill import test_teacher_logits as this
+from surgeon.training import teacher_logits
+from tests.training import test_teacher_logits as this
 
 folder, killed_at = Path(sys.argv[1]), int(sys.argv[2])
 teacher_logits._MOST_WINDOWS = 3

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from surgeon.language.operations import ladder, pair, prune, tracks
 from surgeon.language.program import Fork, Program
 from surgeon.models.families import FAMILIES
-from surgeon.training.distill.distiller import counterparts
+from surgeon.training.distiller import counterparts
 from tests.drawn import programs
 
 LAYERS = 6

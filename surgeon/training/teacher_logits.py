@@ -171,7 +171,7 @@ class TeacherLogits:
         return TopLogits(ids.int(), log_p, rest)
 
     def _is_whole(self, windows: range) -> bool:
-        """Whether a file is there and can be read; ValueError if it holds logits of something else."""
+        """Tell whether a file can be read; ValueError if it holds logits of something else."""
         path = self._path(windows)
         if not path.is_file():
             return False
