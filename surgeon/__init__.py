@@ -47,13 +47,13 @@ if TYPE_CHECKING:
     from surgeon.opened import Model
     from surgeon.opened import open_model as open
     from surgeon.searches.search import SurgerySampler
-    from surgeon.training.distill.distiller import Distillation
+    from surgeon.training.distiller import Distillation
     from surgeon.training.model import RackOptions
     from surgeon.training.settings import TrainSettings
 
 # Where names come from; those that are not here are commands, with a file of their own. A colon: its name there.
 _ELSEWHERE = {
-    "Distillation": "surgeon.training.distill.distiller",
+    "Distillation": "surgeon.training.distiller",
     "Fork": "surgeon.language.program",
     "Model": "surgeon.opened",
     "Program": "surgeon.language.program",

@@ -15,7 +15,7 @@ from surgeon.models.edit import program_of
 from surgeon.models.families import family_of
 from surgeon.quality.head import OutputHead
 from surgeon.training.racks.build import rack_of
-from surgeon.training.racks.model import build_stretch, fed
+from surgeon.training.racks.model import build_stretch, feed_stream
 from surgeon.training.racks.partition import Racks
 
 
@@ -47,7 +47,7 @@ def coda_logits(coda: Coda, ids: Tensor, stream: Tensor) -> Tensor:
     """
     if len(coda.program):
         model: Any = build_stretch(coda.config, coda.program, coda.tensors, embeds=False)
-        with fed(model, stream):
+        with feed_stream(model, stream):
             found: Tensor = model(input_ids=ids, use_cache=False).logits.float()
         return found
     model = AutoModelForCausalLM.from_config(coda.config)

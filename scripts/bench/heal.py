@@ -48,7 +48,7 @@ from surgeon.quality.data import DEMO, load_windows
 from surgeon.quality.sources import DEMO_TRAINING
 from surgeon.quality.summary import Values
 from surgeon.quality.text import logits_of, text_quality, text_values
-from surgeon.training.distill.distiller import Distillation
+from surgeon.training.distiller import Distillation
 from surgeon.training.run import train
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainTexts, load_texts

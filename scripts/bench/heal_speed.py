@@ -46,7 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 
 from surgeon.models.edit import edit
 from surgeon.quality.data import Windows, digest_of
-from surgeon.training.distill.distiller import Distillation, Distiller
+from surgeon.training.distiller import Distillation, Distiller
 from surgeon.training.run import train
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainingText, TrainTexts

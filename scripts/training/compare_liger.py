@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 
 from surgeon.quality.head import OutputHead
 from surgeon.training.head_loss import HeadLoss, LogitsTask, _KnownGradient, by_liger
-from surgeon.training.packing import IGNORED
+from surgeon.training.token_store import IGNORED
 
 Loss = Callable[[Tensor, OutputHead, LogitsTask], HeadLoss]
 

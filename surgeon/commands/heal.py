@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from surgeon.findings.heal import HealRun
     from surgeon.language.recipe import Recipe
     from surgeon.opened import EditedModel, Model
-    from surgeon.training.distill.distiller import Distillation
+    from surgeon.training.distiller import Distillation
     from surgeon.training.model import RackOptions
     from surgeon.training.self_text import SelfText
     from surgeon.training.settings import TrainSettings
@@ -125,7 +125,7 @@ def settings_of(
 def _distillation(
     what: str | None, temperature: float, text_weight: float, teacher_top: int | None
 ) -> Distillation | None:
-    from surgeon.training.distill.distiller import Distillation
+    from surgeon.training.distiller import Distillation
 
     if what is not None:
         logits, hidden = {"logits": (1.0, 0.0), "hidden": (0.0, 1.0), "both": (1.0, HIDDEN_WEIGHT)}[what]
@@ -345,7 +345,6 @@ def heal(
     from surgeon.exports.staging import check_target
     from surgeon.findings.heal import HealRun
     from surgeon.quality.data import window_for
-    from surgeon.training.announce import announce, say, say_proof, say_stages
     from surgeon.training.arguments import join_processes
     from surgeon.training.heal import (
         check_adapter,
@@ -357,12 +356,12 @@ def heal(
         student_of,
         training_of,
     )
-    from surgeon.training.model import train_model
+    from surgeon.training.model import announce, say, say_proof, say_stages, train_model
     from surgeon.training.run import check_settings_kept, run_folder
-    from surgeon.training.texts import in_template, load_texts, texts_by_weight
+    from surgeon.training.texts import load_texts, parse_texts, with_chat_template
     from surgeon.training.token_store import SELF
 
-    by_weight = texts_by_weight(data)
+    by_weight = parse_texts(data)
     is_own = SELF in ([by_weight] if isinstance(by_weight, str) else by_weight)
     how = _settings(settings, racks is not None)
     if is_own:
@@ -378,7 +377,7 @@ def heal(
     cut = None if racks is None else racks.cut(runs)
     check_shapes(edited, how, cut, None if keep_adapter else form)
     size = window_for(edited.model.config, window)
-    tokenizer = in_template(edited.model.tokenizer, chat_template)
+    tokenizer = with_chat_template(edited.model.tokenizer, chat_template)
     own = _own_text(original, tokenizer, size, folder, documents, how, self_temperature, where) if is_own else None
     if own is not None and cut is None:  # which takes longest
         check_settings_kept(folder, how)
@@ -447,7 +446,7 @@ def _check_self(is_own: bool, temperature: float, eval_data: str | Path | None, 
 
 def _towards_original(how: TrainSettings, tokens: int | None, by_racks: bool) -> TrainSettings:
     """The settings, towards the original's predictions, of racks also its streams, where nothing of it is asked for."""
-    from surgeon.training.distill.distiller import Distillation
+    from surgeon.training.distiller import Distillation
 
     if how.steps is None and how.epochs is not None and tokens is None:
         raise ValueError(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from surgeon.commands.command import option, several
+from surgeon.quality import DEFAULT_TOKENS as DEFAULT_TOKENS
 from surgeon.runtime.comm.wires import WIRES
 from surgeon.words import listed
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from surgeon.opened import EditedModel, Model
     from surgeon.runtime.worker.options import RankOptions
 
-DEFAULT_TOKENS = 8192  # surgeon.quality.data.DEFAULT_TOKENS, which is not light
 
 DATA_HELP = (
     "Text to measure on: a UTF-8 text file, a .jsonl or .parquet file (as file:column where it is not clear which "

@@ -22,7 +22,7 @@ from surgeon.opened import Model
 from surgeon.processes.files import write_text
 from surgeon.quality.data import Windows, load_windows, shared_windows
 from surgeon.quality.summary import Quality, quality_of
-from surgeon.quality.text import OWN, VERIFIED
+from surgeon.quality.text import OWN, VERIFIED, HeldOutQuality
 from surgeon.searches.drafting import DraftValue, FoundDraft, by_verified_keys
 from surgeon.searches.front import quality_curves
 from surgeon.searches.here import drafts_here, fast_enough_here
@@ -46,8 +46,7 @@ from surgeon.searches.winners import (
     compared_by,
     remeasure,
 )
-from surgeon.training.distill.distiller import Distillation
-from surgeon.training.held_out import HeldOutQuality
+from surgeon.training.distiller import Distillation
 from surgeon.training.settings import TrainSettings
 
 

@@ -87,14 +87,12 @@ def train(
     from surgeon.findings.scratch import ScratchRun
     from surgeon.opened import open_model
     from surgeon.provenance import provenance
-    from surgeon.training.announce import announce, say, say_proof, say_stages
     from surgeon.training.arguments import join_processes, parse_trainer_arguments
-    from surgeon.training.model import train_model
+    from surgeon.training.model import announce, say, say_proof, say_stages, train_model
     from surgeon.training.run import run_folder
     from surgeon.training.scratch.build import blueprint
-    from surgeon.training.scratch.config import ScratchConfig, parse_config, read_config_file
-    from surgeon.training.scratch.scale import parse_scale, scaled
-    from surgeon.training.texts import texts_by_weight
+    from surgeon.training.scratch.config import ScratchConfig, parse_config, parse_scale, read_config_file, scale_config
+    from surgeon.training.texts import parse_texts
 
     target = Path(output)
     check_storage(form, dtype)
@@ -103,11 +101,11 @@ def train(
         read = parse_config(json.dumps(config))
     else:
         read = config if isinstance(config, ScratchConfig) else read_config_file(Path(config))
-    text = None if data is None else texts_by_weight(data)
+    text = None if data is None else parse_texts(data)
     instead: dict[str, Any] = {"tokenizer": tokenizer, "data": text, "eval_data": eval_data}
     read = replace(read, **{name: value for name, value in instead.items() if value is not None})
     if scale is not None:
-        read = scaled(read, scale if isinstance(scale, int | float) else parse_scale(scale), steps)
+        read = scale_config(read, scale if isinstance(scale, int | float) else parse_scale(scale), steps)
     plan = blueprint(read.with_settings(steps=steps, seed=seed, arguments=parse_trainer_arguments(arguments)))
     if form != "auto":
         lay_out(plan.program, plan.family, plan.architecture, form)  # refuses what could not be written, untrained

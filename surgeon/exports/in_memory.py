@@ -40,7 +40,7 @@ from surgeon.models.wrappers import wrapper_of
 from surgeon.named import hub_name, on_disk
 from surgeon.opened import Model
 from surgeon.processes.files import scratch, write_json
-from surgeon.quality.text import evaluated
+from surgeon.quality.text import in_evaluation_mode
 
 # `edit` and `load` are those of models whose `save_pretrained` writes their program, too.
 __all__ = ["check_form", "edit", "export", "export_with_codas", "load", "logits_of", "save_edited"]
@@ -243,7 +243,7 @@ def _home_of(model: PreTrainedModel) -> Path | None:
 @torch.no_grad()
 def logits_of(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """Return logits of the model as it is, without dropout, on the CPU in float32."""
-    with evaluated(model):
+    with in_evaluation_mode(model):
         logits: Tensor = model(input_ids=tokens.to(input_device(model)), use_cache=False).logits
     return logits.float().cpu()
 

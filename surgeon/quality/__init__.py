@@ -1,1 +1,4 @@
-"""How well a changed model still predicts: perplexity, and divergence from the original."""
+"""Quality of a changed model: perplexity, and divergence from the original."""
+
+DEFAULT_TOKENS = 8192
+DEFAULT_WINDOW = 512

@@ -1,13 +1,11 @@
-"""Rows of conversations as tokens, and which of these a model is trained on: those of its answers.
+"""Rows of conversations as tokens, of which a model is trained on those of its answers.
 
-What a model writes at its turn is what its chat template puts behind the generation prompt, up to the end of the turn.
-Where a template marks that itself ({% generation %}), its marks are taken. Of others an answer is what the whole
-conversation has in common with the conversation that ends with it, behind the conversation before it with the
-generation prompt: a model is only trained on what it would have read and written there. A template that writes an
-earlier answer anew once others follow (Qwen3 takes out what was thought) has nothing of the kind for it. A token that
-begins in what was asked and ends in the answer counts as the answer's.
+Where a chat template marks answers ({% generation %}), its marks are taken. Otherwise an answer is the text that the
+whole conversation shares with the conversation ending in that answer, behind the generation prompt: a model is only
+trained on text that it would have read and written there. Answers that a template rewrites later (Qwen3 removes
+reasoning) have no such text. A token across the border of prompt and answer counts as the answer's.
 
-Every key of a row is used, or counted as one that is left out, or the row is refused.
+Every key of a row is used, or counted as left out, or the row is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice, takewhile
+from itertools import chain, takewhile
 from typing import Any
 
 from surgeon.checkpoint.messages import REFUSALS, Message, differs, plain_message, with_calls_written, without_keys
@@ -39,25 +37,27 @@ _OF_MESSAGES = ("role", "content", "tool_calls")
 
 
 def conversation_columns(row: Row) -> tuple[str, ...]:
-    """Which of a row's columns hold a conversation, as docs/training-text.md has them; () if none."""
-    preferences: tuple[str, ...] = ()
+    """Find the columns of a row that hold a conversation (docs/training-text.md); () if none."""
+    for columns in _COLUMNS:
+        if row.keys() >= set(columns):
+            return columns
     if all(isinstance(row.get(name), list) for name in _PREFERENCES):
-        preferences = _PREFERENCES[:1]
-    return next((columns for columns in _COLUMNS if row.keys() >= set(columns)), preferences)
+        return _PREFERENCES[:1]
+    return ()
 
 
 @dataclass(frozen=True)
 class ConversationTokens:
-    """A row.
+    """Tokens of a row.
 
     Attributes:
-        ids: its tokens; none where the row is left out.
+        ids: none where the row is left out.
         answers: 1 for each token that is trained on, 0 for the others.
-        left_out: how many of what is not in them: rows_without_answer, rows_too_long (not even the first answer ends
-            within the limit), answers_cut (behind the limit), answers_behind_empty, answers_rewritten (read, but not
-            trained on); and 1 for each key that is not used, as "column 'id'" or "key 'name' of messages".
-        sizes: how many `characters` the tokens are, and of these tokens there are; how many `answer_characters` the
-            row has, trained on or not; answers_across, whose first token begins in what was asked.
+        left_out: counts of rows_without_answer, rows_too_long (the first answer ends beyond the limit), answers_cut
+            (beyond the limit), answers_behind_empty, answers_rewritten (read, not trained on); and 1 for each key that
+            is not used, as "column 'id'" or "key 'name' of messages".
+        sizes: `characters` of the `tokens`; `answer_characters` of the row, trained on or not; answers_across, answers
+            whose first token begins in the prompt.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -69,14 +69,14 @@ class ConversationTokens:
 def read_conversations(
     tokenizer: Any, data: str, longest: int, reading: Reading | None = None
 ) -> Iterator[ConversationTokens] | None:
-    """The conversations of a table or a dataset, as a stream; None of other data, which is read as text.
+    """Stream the conversations of a table or a dataset; None for other data, which is read as text.
 
-    Which it is says the first row, or a column that is named, if there is a list in it.
+    The first row decides, or the named column, if it holds a list.
 
     Args:
         data: as `surgeon.quality.data.load_windows` takes it.
         longest, tokenizer: as `ConversationTokenizer` has them.
-        reading: is told, as rows are read, how many have been, and what of them is left out.
+        reading: counts rows, and what of them is left out, as they are read.
 
     Raises:
         FileNotFoundError: if there is no such file or dataset.
@@ -87,17 +87,16 @@ def read_conversations(
     if table is None:
         return None
     rows, _, column, _ = table
-    first = list(islice(rows, 1))
-    columns: tuple[str, ...] = ()
-    if first:
-        columns = conversation_columns(first[0][1])
-    if column is not None:
-        columns = ()
-        if first and isinstance(first[0][1].get(column), list):
-            columns = (column,)
+    first = next(rows, None)
+    if first is None:
+        return None
+    if column is None:
+        columns = conversation_columns(first[1])
+    else:
+        columns = (column,) if isinstance(first[1].get(column), list) else ()
     if not columns:
         return None
-    return _read(ConversationTokenizer(tokenizer, columns, longest), chain(first, rows), data, reading)
+    return _read(ConversationTokenizer(tokenizer, columns, longest), chain([first], rows), data, reading)
 
 
 def _read(
@@ -120,19 +119,19 @@ def _read(
 
 
 class ConversationTokenizer:
-    """Writes conversations as the model's chat template does, and says which tokens are answers.
+    """Writes conversations in the model's chat template and marks the tokens of answers.
 
-    A conversation that is longer than the limit keeps its beginning, up to the last answer that ends within it. What
-    follows the last answer of all is left out, and so is an empty answer with what follows. Prompts and completions
-    that are texts stand one behind the other, with the tokenizer's EOS at the end, in no template.
+    A conversation beyond the limit keeps its beginning, up to the last answer that ends within it. Messages behind the
+    last answer are left out, and so is an empty answer with what follows. Prompts and completions that are texts are
+    joined without a template, with the tokenizer's EOS at the end.
 
     Args:
         tokenizer: a fast one of `transformers`.
         columns: as `conversation_columns` gives them.
-        longest: how many tokens a row may have.
+        longest: tokens of a row, at most.
 
     Raises:
-        ValueError: if the tokenizer cannot say where in a text its tokens stand.
+        ValueError: if the tokenizer gives no offsets of tokens.
     """
 
     def __init__(self, tokenizer: Any, columns: Sequence[str], longest: int) -> None:
@@ -146,10 +145,10 @@ class ConversationTokenizer:
         self.longest = longest
 
     def __call__(self, row: Row, where: str) -> ConversationTokens:
-        """The tokens of a row.
+        """Tokenize a row.
 
         Args:
-            where: it stands, for error messages.
+            where: place of the row, for error messages.
 
         Raises:
             ValueError: if it is no conversation, has an unknown role, or there is no template, or it cannot render it.
@@ -168,7 +167,7 @@ class ConversationTokenizer:
         return replace(found, left_out={f"column {name!r}": 1 for name in unused} | found.left_out)
 
     def _parts(self, parts: list[Any], where: str) -> tuple[list[Message], list[Message]]:
-        """What was asked before the answers that count, and what follows; nothing and all of it in one column."""
+        """Split into messages before the answers that count, and the rest; all are rest in one column."""
         places = [f"{where}: column {name!r}" for name in self.columns]
         if len(parts) > 1 and isinstance(parts[0], str):
             said = _messages(parts[1], places[1])
@@ -179,39 +178,35 @@ class ConversationTokenizer:
                 )
             return [], said
         *before, said = (_messages(part, place) for part, place in zip(parts, places, strict=True))
-        asked = []
-        if before:
-            asked = before[0]
-        return asked, said[len(asked) :] if said[: len(asked)] == asked else said  # which some data says again
+        asked = [message for messages in before for message in messages]
+        if said[: len(asked)] == asked:  # some data says it again
+            return asked, said[len(asked) :]
+        return asked, said
 
     def _chat(self, chat: _Chat, asked: int) -> ConversationTokens:
-        """A chat's tokens, of whose first messages none is an answer."""
+        """Tokenize a chat; answers among its first `asked` messages do not count."""
         answers = [end for end in chat.answers() if end > asked]
         ends = [end for end in chat.ends() if end > asked]
-        behind = {}
-        if len(answers) > len(ends):
-            behind = {"answers_behind_empty": len(answers) - len(ends)}
+        left_out = Counter(answers_behind_empty=len(answers) - len(ends))
         sizes = {"answer_characters": sum(_size(chat.messages[end - 1]) for end in answers)}
         if not ends:
-            return ConversationTokens(left_out={"rows_without_answer": 1} | behind, sizes=sizes)
+            return ConversationTokens(left_out=left_out + Counter(["rows_without_answer"]), sizes=sizes)
         chat = chat.with_calls(ends[-1])
         fitting = len(ends)
         if chat.length(ends[-1]) > self.longest:
             fitting = bisect_right(ends, self.longest, key=chat.length)
         if not fitting:
-            return ConversationTokens(left_out={"rows_too_long": 1} | behind, sizes=sizes)
+            return ConversationTokens(left_out=left_out + Counter(["rows_too_long"]), sizes=sizes)
         marked = not asked and chat.has_marks  # they would count the answers in a prompt, too
         if marked:
             found = chat.marked(ends[fitting - 1])
         else:
             found = chat.compared(ends[:fitting])
-        cut = {}
-        if fitting < len(ends):
-            cut = {"answers_cut": len(ends) - fitting}
+        left_out["answers_cut"] = len(ends) - fitting
         if found.ids:
-            cut |= dict.fromkeys(chat.unused(ends[fitting - 1]), 1)
+            left_out.update(chat.unused(ends[fitting - 1]))
             sizes |= {"characters": len(chat.text(ends[fitting - 1])), "tokens": len(found.ids)}
-        return replace(found, left_out=behind | cut | found.left_out, sizes=sizes | found.sizes)
+        return replace(found, left_out=left_out + Counter(found.left_out), sizes=sizes | found.sizes)
 
     def _texts(self, prompt: str, completion: str | None, where: str) -> ConversationTokens:
         if not (completion or "").strip():
@@ -238,24 +233,24 @@ class _Chat:
     _coded: dict[int, Any] = field(default_factory=dict, init=False)
 
     def answers(self) -> list[int]:
-        """How many messages there are up to each answer to something that says something."""
+        """Numbers of messages up to each answer that is not empty."""
         numbers = range(1, len(self.messages))
         return [n + 1 for n in numbers if self.messages[n]["role"] == "assistant" and _is_filled(self.messages[n])]
 
     def ends(self) -> list[int]:
-        """The same up to the first answer that says nothing."""
+        """Numbers of messages up to each answer, before the first empty one."""
         assistants = (number for number, message in enumerate(self.messages) if message["role"] == "assistant")
         filled = takewhile(lambda number: _is_filled(self.messages[number]), assistants)
         return [number + 1 for number in filled if number]
 
     def with_calls(self, count: int) -> _Chat:
-        """The first messages, with calls of tools in the form in which the template writes them."""
+        """Take the first messages, with tool calls in the form that the template writes."""
         messages = self.messages[:count]
         with self._rendering(count):
             return replace(self, messages=with_calls_written(self._write, messages))
 
     def unused(self, count: int) -> Iterator[str]:
-        """What of the first messages changes nothing in the template."""
+        """Name keys of the first messages that change nothing in the template."""
         messages = self.messages[:count]
         for key in sorted({key for message in messages for key in message}.difference(_OF_MESSAGES)):
             if not differs(self._write, without_keys(messages, key), self.text(count)):
@@ -264,16 +259,13 @@ class _Chat:
             yield "column 'tools'"
 
     def length(self, count: int) -> int:
-        """Of the first messages, in tokens."""
         return len(self._tokens(count)["input_ids"])
 
     @property
     def has_marks(self) -> bool:
-        """Whether the template says itself what answers are."""
         return _MARK.search(self.tokenizer.get_chat_template(None, self.tools)) is not None
 
     def marked(self, count: int) -> ConversationTokens:
-        """The first messages, with the answers that the template marks."""
         with self._rendering(count):
             found = self._apply(self.messages[:count], return_dict=True, return_assistant_tokens_mask=True)
         if not any(found["assistant_masks"]):
@@ -281,7 +273,7 @@ class _Chat:
         return ConversationTokens(found["input_ids"], found["assistant_masks"])
 
     def compared(self, ends: Sequence[int]) -> ConversationTokens:
-        """The messages up to the last of these ends, with the answers of which the template shows what they are."""
+        """Tokenize messages up to the last of these ends; answers are found by comparing texts."""
         whole = self.text(ends[-1])
         coded = self._tokens(ends[-1])
         trained = list[list[int]]()
@@ -294,16 +286,14 @@ class _Chat:
             if any(answer):
                 trained.append(answer)
                 across.update(_across(coded, len(asked)))
-        lost = {}
-        if len(trained) < len(ends):
-            lost = {"answers_rewritten": len(ends) - len(trained)}
+        lost = +Counter(answers_rewritten=len(ends) - len(trained))
         if not trained:
             return ConversationTokens(left_out=lost)
         answers = [int(any(token)) for token in zip(*trained, strict=True)]
         return ConversationTokens(coded["input_ids"], answers, lost, dict(across))
 
     def text(self, count: int, asks: bool = False) -> str:
-        """The first messages; with the generation prompt behind them where they ask for an answer."""
+        """Write the first messages, with the generation prompt where they ask for an answer."""
         if (count, asks) not in self._texts:
             with self._rendering(count):
                 text = self._write(self.messages[:count], add_generation_prompt=asks)
@@ -324,7 +314,7 @@ class _Chat:
 
     @contextmanager
     def _rendering(self, count: int) -> Iterator[None]:
-        """Say which messages the template does not take."""
+        """Name the messages that the template refuses."""
         if not self.tokenizer.chat_template:
             raise ValueError(
                 f"{self.where} is a conversation, and the tokenizer has no chat template to write it in; put a "
@@ -340,19 +330,17 @@ class _Chat:
 
 
 def _within(coded: Any, first: int, behind: int) -> list[int]:
-    """1 for each token that ends between two places of a text, 0 for the others, and for those that lie nowhere."""
     return [int(first < end <= behind) for _, end in coded["offset_mapping"]]
 
 
 def _across(coded: Any, place: int) -> dict[str, int]:
-    """Whether a token begins before a place of a text and ends behind it."""
+    """Count a token that begins before a place of a text and ends behind it."""
     if any(start < place < end for start, end in coded["offset_mapping"]):
         return {"answers_across": 1}
     return {}
 
 
 def _common(one: str, other: str) -> int:
-    """How many characters two texts begin with alike."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
@@ -361,13 +349,11 @@ def _is_filled(message: Message) -> bool:
 
 
 def _size(message: Message) -> int:
-    """How many characters an answer says."""
     calls = message.get("tool_calls")
     return len(message["content"]) + (len(json.dumps(calls, ensure_ascii=False)) if calls else 0)
 
 
 def _messages(found: Any, where: str) -> list[Message]:
-    """The messages of a column, each with a role that templates know and a text as its content."""
     if not isinstance(found, list | None):
         raise ValueError(f"{where} should hold a list of messages, not {shown(found)}")
     return [_message(message, f"{where}: message {number}") for number, message in enumerate(found or [])]
@@ -394,7 +380,7 @@ def _message(message: Any, where: str) -> Message:
 
 
 def _system(row: Row, messages: Sequence[Message], where: str) -> list[Message]:
-    """The message that a column beside a conversation stands for; none where the conversation begins with it anyway."""
+    """Make a system message of a column beside the conversation, unless the conversation has it."""
     prompts = {f"column {name!r}": row[name] for name in _SYSTEM if row.get(name) not in (None, "")}
     for place, text in prompts.items():
         if not isinstance(text, str):
@@ -409,7 +395,7 @@ def _system(row: Row, messages: Sequence[Message], where: str) -> list[Message]:
 
 
 def _tools(row: Row, where: str) -> list[Any] | None:
-    """What the model may call, as chat templates take it; tables have it as JSON, too."""
+    """Read the tools of a row, which tables also hold as JSON."""
     tools = row.get("tools")
     try:
         found = tools

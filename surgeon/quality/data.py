@@ -1,4 +1,4 @@
-"""The text a model is measured on, as fixed, non-overlapping windows of tokens."""
+"""Text that a model is measured on, as fixed, non-overlapping windows of tokens."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surgeon.quality import DEFAULT_TOKENS, DEFAULT_WINDOW
 from surgeon.quality.sources import DEMO, are_apart, documents
 from surgeon.quality.text_files import Reading
 from surgeon.quality.tokens import TextTokens
 
 __all__ = ["DEFAULT_TOKENS", "DEFAULT_WINDOW", "DEMO", "Windows", "held_out", "load_windows", "window_for"]
 
-DEFAULT_TOKENS = 8192
-DEFAULT_WINDOW = 512
 HELD_OUT_SHARE = 10  # by default one in so many windows of a text is held out
 HELD_OUT_TOKENS = 16384  # at most
 _MARKS = ("<|endoftext|>", "<|end_of_text|>", "<|begin_of_text|>", "</s>", "<s>")
@@ -31,17 +30,17 @@ _HOLD_OUT_ADVICE = "search on fewer tokens so that text is left, hold out other 
 
 @dataclass(frozen=True)
 class Windows:
-    """What is measured.
+    """Windows of a text.
 
     Attributes:
         ids: (windows, tokens); in each window every token but the first is predicted.
-        answers: (windows, tokens), which tokens alone count, of conversations; None where all do.
+        answers: (windows, tokens), tokens that count, of conversations; None where all do.
         source: the data as the user named it.
-        digest: SHA-256 of the token ids and their shape: which text this is, for this tokenizer.
-        separator: what documents were told apart by, or None where the text was read as one.
-        notes: what the user should know about the data, one line each.
-        column: of a table or dataset, that was read.
-        left_out: how many of what is not in the windows, as far as the text was read (see `Reading`).
+        digest: SHA-256 of the token ids and their shape.
+        separator: between documents; None where the text was read as one.
+        notes: for the user, one line each.
+        column: of a table or dataset.
+        left_out: counts of what was left out, as far as the text was read (see `Reading`).
     """
 
     ids: Tensor
@@ -54,18 +53,16 @@ class Windows:
     answers: Tensor | None = None
 
     def record(self, name: str = "data") -> dict[str, Any]:
-        """Which text this is, as JSON values, under names that begin with the given one."""
-        column = {}
+        """Describe the text as JSON values, under names that begin with `name`."""
+        record: dict[str, Any] = {name: self.source, f"{name}_hash": self.digest}
         if self.column is not None:
-            column = {f"{name}_column": self.column}
-        left_out = {}
+            record[f"{name}_column"] = self.column
         if self.left_out:
-            left_out = {f"{name}_left_out": dict(self.left_out)}
-        return {name: self.source, f"{name}_hash": self.digest, **column, **left_out}
+            record[f"{name}_left_out"] = dict(self.left_out)
+        return record
 
     @property
     def predicted(self) -> int:
-        """How many tokens are predicted in all."""
         if self.answers is not None:
             return int(self.answers[:, 1:].sum())
         return len(self.ids) * (self.ids.shape[1] - 1)
@@ -80,33 +77,32 @@ def load_windows(
     after: int = 0,
     at_most: bool = False,
 ) -> Windows:
-    """The first `tokens` tokens of some text, or those behind its first `after` tokens, cut into windows.
+    """Cut the first `tokens` tokens of a text, or those behind its first `after`, into windows.
 
-    With a separator the text is taken apart into documents (every row of a table or a dataset is one or more, then),
-    each begun with the tokenizer's BOS; without a BOS each is ended with its EOS. Documents follow one another in the
-    windows. Without a separator all of the text is one document, rows with a blank line between them.
+    With a separator the text is split into documents (at least one for each row of a table), each begun with the
+    tokenizer's BOS, or ended with its EOS where it has no BOS. Documents follow one another in the windows. Without a
+    separator all of the text is one document, with a blank line between rows.
 
-    A byte order mark is left out, CRLF in text files is read as LF, rows that have no text (null, or no such column)
-    and, with a separator, empty documents are left out: how many is in the result, and its notes say so.
+    A byte order mark, the CR of CRLF, rows without text (null, or no such column) and empty documents between
+    separators are left out; the result counts them, and its notes name them.
 
     Args:
         tokenizer: a `transformers` tokenizer.
         data: a UTF-8 text file; a .jsonl, .json (one object a line) or .parquet file, as file or file:column (by
             default the column text, or else the only one of strings); a folder of such files, whose documents are
             apart; "demo" for held-out source files of the Python standard library, "demo:train" for the others, which
-            the demo model was trained on; or the name of a dataset for `datasets`, as
-            name[:config[:split[:column]]]. Text and JSON files may be compressed (.gz). Endings count in any letter
-            case.
+            the demo model was trained on; or the name of a dataset for `datasets`, as name[:config[:split[:column]]].
+            Text and JSON files may be compressed (.gz). Endings count in any letter case.
         window: tokens in a window.
         tokens: tokens in all, cut down to whole windows.
-        after: tokens that are left out before these, whole windows.
-        at_most: less text than that is nothing to speak of.
+        after: tokens to skip before these, whole windows.
+        at_most: do not note that there is less text than that.
 
     Raises:
         FileNotFoundError: if there is no such file or dataset.
-        ValueError: if the text is empty, not UTF-8 (UTF-16 by name; a NUL byte is no text), shorter than one window (or
-            than one behind those left out), a row of it is damaged or holds something else (a lone surrogate, too), it
-            is not clear which column is meant, or the sizes make no sense.
+        ValueError: if the text is empty, not UTF-8 (UTF-16 is named, NUL bytes are refused), too short for one window,
+            a row is damaged or holds something else (a lone surrogate, too), the column is ambiguous, or the sizes make
+            no sense.
     """
     check_window(window)
     if tokens < window:
@@ -125,8 +121,10 @@ def load_windows(
         ids += [id_ for each in some for id_ in each.ids.tolist()]
         if len(ids) >= wanted:
             break
-    ids, notes = _cut(ids, data, window, after, wanted)
-    notes = [*([] if at_most else notes), *reading.lines(data)]
+    ids, shortage = _cut(ids, data, window, after, wanted)
+    notes = reading.lines(data)
+    if shortage and not at_most:
+        notes.insert(0, shortage)
     if not apart:
         notes += marks_in_text(tokenizer, ids, data)
     tensor = torch.tensor(ids, dtype=torch.long).view(-1, window)
@@ -134,7 +132,7 @@ def load_windows(
 
 
 def marks_in_text(tokenizer: Any, ids: list[int], data: str) -> list[str]:
-    """What to say of marks between documents that were read as ordinary text; nothing if there are none."""
+    """Warn of marks between documents that were read as ordinary text."""
     # The BOS that the tokenizer itself put at the start is no sign of them.
     marks = [mark for mark in _MARKS if tokenizer.decode(ids).count(mark, len(mark))]
     if not marks:
@@ -144,11 +142,7 @@ def marks_in_text(tokenizer: Any, ids: list[int], data: str) -> list[str]:
 
 
 def default_data(tokenizer: Any) -> str:
-    """The text to measure on where none is given: the demo's, with a warning that says what that means.
-
-    Raises:
-        ValueError: if the tokenizer has no tokens for most of its characters, and so no use for it.
-    """
+    """Choose the demo's text where none is given, with a warning."""
     text = "".join(next(documents(DEMO, None)))[:_TRIED_CHARACTERS]
     read = tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"], skip_special_tokens=True)
     wanted, kept = (Counter("".join(part.split())) for part in (text, read))
@@ -167,8 +161,8 @@ def default_data(tokenizer: Any) -> str:
     return DEMO
 
 
-def _cut(ids: list[int], data: str, window: int, after: int, wanted: int) -> tuple[list[int], list[str]]:
-    """The whole windows of some text behind what is left out, up to its token `wanted`; and what to say of them."""
+def _cut(ids: list[int], data: str, window: int, after: int, wanted: int) -> tuple[list[int], str]:
+    """Take the whole windows up to token `wanted` behind the skipped ones; and a note where there are fewer."""
     if not ids:
         raise ValueError(f"{data} is empty; give a text file with something in it")
     if len(ids) < window:
@@ -181,21 +175,21 @@ def _cut(ids: list[int], data: str, window: int, after: int, wanted: int) -> tup
             f"{data} has only {len(ids)} tokens, and {after} of them are left out: not one window of {window} follows"
         )
     if read == wanted:
-        return ids[after:read], []
+        return ids[after:read], ""
     behind = ""
     if after:
         behind = f" behind the first {after}"
     asked = f"of the {wanted - after} asked for"
-    return ids[after:read], [f"{data} has only {read - after} tokens in whole windows{behind} {asked}: all are used"]
+    return ids[after:read], f"{data} has only {read - after} tokens in whole windows{behind} {asked}: all are used"
 
 
 def digest_of(ids: Tensor) -> str:
-    """SHA-256 of token ids and their shape."""
+    """Hash token ids and their shape (SHA-256)."""
     return hashlib.sha256(repr(tuple(ids.shape)).encode() + ids.contiguous().numpy().tobytes()).hexdigest()
 
 
 def shared_windows(one: Windows, other: Windows) -> int:
-    """How many windows of one text are windows of another, too: a model is not judged by what it was chosen by."""
+    """Count windows that two texts share: a model is not judged by text that it was chosen by."""
     seen = {row.tobytes() for row in other.ids.numpy()}
     return sum(row.tobytes() in seen for row in one.ids.numpy())
 
@@ -203,17 +197,14 @@ def shared_windows(one: Windows, other: Windows) -> int:
 def held_out(
     tokenizer: Any, searched: Windows, tokens: int | None = None, other: str | None = None, between: int = 0
 ) -> Windows:
-    """Text that a search has not seen: what follows the searched windows in their data, or else another text.
-
-    Its windows have the length of those searched on; what the search found is measured again on them.
+    """Load text that a search has not seen: what follows its windows, or another text, in windows of equal length.
 
     Args:
-        tokenizer: the one that the searched windows were made with.
+        tokenizer: of the searched windows.
         searched: the first windows of their data.
-        tokens: how many are wanted, by default as many as were searched on and at least two windows; where there are
-            fewer, a note says so.
-        other: text to use in the place of what follows, as `load_windows` takes it.
-        between: tokens, whole windows, that follow the searched ones and have been used for something else.
+        tokens: by default as many as were searched on, and at least two windows; a note tells where there are fewer.
+        other: another text, as `load_windows` takes it.
+        between: tokens, whole windows, behind the searched ones that were used for something else.
 
     Raises:
         FileNotFoundError: if there is no such other text.
@@ -253,10 +244,10 @@ def held_out(
 def tokens_before_rest(
     tokenizer: Any, data: str, window: int, tokens: int, separator: str | None = None, least: int = 1
 ) -> int:
-    """How many of the first tokens of a text are used, so that a rest follows them that is held out by default.
+    """Count the first tokens of a text that are used where the rest is held out by default.
 
-    A rest is a tenth of the text, at most 16,384 tokens, at least `least` windows. Where that many do not follow the
-    `tokens` that are asked for, fewer are used, and a warning says how many.
+    The rest is a tenth of the text, at most 16,384 tokens and at least `least` windows. Where too few follow the
+    `tokens` that are asked for, fewer are used, with a warning.
 
     Raises:
         FileNotFoundError, ValueError: as `load_windows`.
@@ -276,21 +267,13 @@ def tokens_before_rest(
 
 
 def check_window(window: int) -> None:
-    """Refuse windows in which nothing is predicted.
-
-    Raises:
-        ValueError: with the rule.
-    """
+    """Refuse windows in which nothing is predicted."""
     if window < 2:
         raise ValueError(f"window must be at least 2 tokens, so that one is predicted, not {window}")
 
 
 def window_for(config: Any, window: int | None) -> int:
-    """The window asked for, or the default one, checked against the positions the model has.
-
-    Raises:
-        ValueError: if the model has fewer positions.
-    """
+    """Choose the window: the given one or the default, within the model's positions."""
     positions = getattr(config, "max_position_embeddings", None)
     if window is None:
         return min(DEFAULT_WINDOW, positions or DEFAULT_WINDOW)

@@ -1,10 +1,10 @@
 """From the stream after a program to its quality: negative log-likelihood, and divergence from the original.
 
-Logits are linear in the normed stream h, so a changed program's cross term with the original's probabilities p is a
-dot product: sum_v p_v (h . W_v) = h . E with E = sum_v p_v W_v. E is computed once for the original; after that each
+Logits are linear in the normed stream h, so a changed program's cross term with the original's probabilities p is a dot
+product: sum_v p_v (h . W_v) = h . E with E = sum_v p_v W_v. E is computed once for the original; after that each
 program costs one matrix product with the head and one log-sum-exp, and no vocabulary-sized tensor outlives a block of
-tokens. Capped logits (Gemma2) are not linear; there the original's logits are computed again for every program. So they
-are where sampled acceptance is asked for, which takes all probabilities of both.
+tokens. Capped logits (Gemma2) are not linear, and sampled acceptance takes all probabilities of both: there the
+original's logits are computed again for every program.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ ByWindow = dict[str, Tensor]
 
 
 def quality_of_original(nll: Tensor, sampled: bool = False) -> ByWindow:
-    """The original's own, which differs from itself in nothing.
+    """The original's own quality, which differs from itself in nothing.
 
     Args:
-        sampled: whether sampled acceptance is asked for.
+        sampled: add sampled acceptance.
     """
     ones = torch.ones_like(nll)
     found = {"nll": nll, "divergence": torch.zeros_like(nll), GREEDY: ones}
@@ -53,14 +53,14 @@ def quality_of_original(nll: Tensor, sampled: bool = False) -> ByWindow:
     return found
 
 
-def joined(parts: Sequence[ByWindow]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Negative log-likelihood and divergence of windows that were measured in parts, (windows,) each."""
+def join_measures(parts: Sequence[ByWindow]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Join negative log-likelihood and divergence of parts of the windows, (windows,) each."""
     nll, divergence = (torch.cat([part[name] for part in parts]) for name in ("nll", "divergence"))
     return nll.cpu().numpy(), divergence.cpu().numpy()
 
 
-def one_after_the_other(parts: Sequence[ByWindow]) -> ByWindow:
-    """Of windows that were measured in parts, all of them in order, with the numbers that all parts have."""
+def concatenate_windows(parts: Sequence[ByWindow]) -> ByWindow:
+    """Join parts of the windows in order, with the numbers that all parts have."""
     there = [name for name in parts[0] if all(name in part for part in parts)]
     return {name: torch.cat([part[name] for part in parts]) for name in there}
 
@@ -74,9 +74,9 @@ class ReferencePredictions:
         kept: (predicted tokens, hidden), the head's rows averaged by the original's probabilities; for capped logits
             the original's normed stream.
         constant: (predicted tokens,), the part of the divergence that depends on the original only.
-        likeliest: (predicted tokens,), the ids of the original's likeliest ones.
-        quality: of the original itself; its divergence is 0.
-        normed: (predicted tokens, hidden), the original's normed stream; None if sampled acceptance is not asked for.
+        likeliest: (predicted tokens,), ids of the original's likeliest tokens.
+        quality: of the original itself.
+        normed: (predicted tokens, hidden), the original's normed stream; None without sampled acceptance.
     """
 
     input_ids: Tensor
@@ -107,24 +107,24 @@ class OutputHead:
         self.softcap: float | None = getattr(model.config, cap) if cap else None
 
     def rows(self, tokens: int) -> int:
-        """How many tokens' logits are computed at a time."""
+        """Number of tokens whose logits are computed at a time."""
         limit = BLOCK_BYTES.get(self.weight.device.type, BLOCK_BYTES["cpu"])
         return min(tokens, max(LEAST_ROWS, limit // (4 * len(self.weight))))
 
     def working_bytes(self, tokens: int) -> int:
-        """The most memory that measuring this many tokens takes, beside the stream and the `ReferencePredictions`."""
+        """Most memory for measuring this many tokens, beside the stream and the `ReferencePredictions`."""
         blocks = 4 * self.rows(tokens) * len(self.weight) * 4  # logits, log-probabilities, probabilities, their product
         normed = 3 * tokens * self.weight.shape[1] * max(4, self.weight.element_size())
         return blocks + normed
 
     @torch.inference_mode()
     def reference(self, stream: Tensor, input_ids: Tensor, sampled: bool = False) -> ReferencePredictions:
-        """What the original program predicts.
+        """Predict by the original program.
 
         Args:
             stream: (windows, tokens, hidden) after the whole program, before the final norm.
             input_ids: (windows, tokens).
-            sampled: whether programs that are compared get their sampled acceptance, too.
+            sampled: keep what sampled acceptance needs.
         """
         hidden = self.predicting(stream)
         targets = _targets(input_ids)
@@ -156,11 +156,11 @@ class OutputHead:
 
     @torch.inference_mode()
     def compare(self, stream: Tensor, reference: ReferencePredictions, blocks: int = 0) -> ByWindow:
-        """The quality of a changed program on the reference's windows.
+        """Measure a changed program on the reference's windows.
 
         Args:
             stream: as in `reference`.
-            blocks: into how many parts each window is cut for its `blocks`; at most one for each predicted token.
+            blocks: parts of each window for its `blocks`; at most one for each predicted token.
         """
         hidden = self.predicting(stream)
         targets = _targets(reference.input_ids)
@@ -196,23 +196,23 @@ class OutputHead:
         return found
 
     def predicting(self, stream: Tensor) -> Tensor:
-        """The normed stream of the tokens that predict one, (predicted tokens, hidden)."""
+        """Norm the stream of the tokens that predict one, (predicted tokens, hidden)."""
         hidden: Tensor = self.norm(stream)[:, :-1].flatten(0, 1)
         return hidden.to(self.weight.device)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Of normed streams, (tokens, hidden): (tokens, vocabulary), float32."""
+        """Logits, (tokens, vocabulary), float32, of normed streams, (tokens, hidden)."""
         return self.finished(functional.linear(hidden, self.weight, self.bias).float())
 
     def finished(self, product: Tensor) -> Tensor:
-        """Logits from what the matrix makes of normed streams."""
+        """Scale and cap the matrix product of normed streams."""
         logits = self._scaled(product)
         if self.softcap is None:
             return logits
         return self.softcap * torch.tanh(logits / self.softcap)
 
     def unfinished(self, gradient: Tensor, logits: Tensor) -> Tensor:
-        """The gradient for the product from that for the logits, whose place may be taken."""
+        """Turn the gradient for the logits, in place, into that for the matrix product."""
         if self.softcap is not None:
             gradient = gradient * (1 - (logits / self.softcap).square_())
         return self._scaled(gradient)
@@ -223,7 +223,7 @@ class OutputHead:
         return logits * self.scale
 
     def _expected(self, p: Tensor) -> Tensor:
-        """The head's rows averaged by probabilities, in float32; other weights are converted a part at a time."""
+        """Average the head's rows by probabilities, in float32; other weights are converted a part at a time."""
         if self.weight.dtype == torch.float32:
             return p @ self.weight
         parts = zip(p.split(_VOCABULARY_PART, dim=-1), self.weight.split(_VOCABULARY_PART), strict=True)
@@ -235,7 +235,7 @@ class OutputHead:
 
 
 def _likeliest(logits: Tensor) -> Tensor:
-    """The ids of the greatest logits; on a CPU numpy finds them in a tenth of torch's time."""
+    """Ids of the greatest logits; on a CPU numpy finds them in a tenth of torch's time."""
     if logits.device.type == "cpu":
         return torch.from_numpy(logits.numpy().argmax(-1))
     return logits.argmax(-1)
@@ -246,7 +246,7 @@ def _shared(logits: Tensor, log_q: Tensor) -> Tensor:
 
     Args:
         logits: (tokens, vocabulary), of p.
-        log_q: (tokens, vocabulary), whose place is taken.
+        log_q: (tokens, vocabulary), overwritten.
     """
     log_p = logits.sub_(logits.logsumexp(-1, keepdim=True))
     return torch.minimum(log_p, log_q, out=log_q).exp_().sum(-1).clamp_(max=1)
@@ -265,11 +265,11 @@ _NORMED = "normed"
 
 
 class TextReferences:
-    """An original's predictions on some text, by ranges of windows: any of which all windows are known.
+    """An original's predictions on some text, by ranges of windows.
 
     Args:
         ids: (windows, tokens) of the text.
-        sampled: whether they are for sampled acceptance, too.
+        sampled: for sampled acceptance, too.
     """
 
     def __init__(self, ids: Tensor, sampled: bool = False) -> None:

@@ -1,9 +1,9 @@
-"""Where text comes from: a text file, a table (.jsonl, .json, .parquet), a dataset, the demo's files.
+"""Sources of text: a text file, a table (.jsonl, .json, .parquet), a dataset, the demo's files.
 
-Everything is read as a stream, so that the first thousand tokens of a large file cost no more than those of a small
-one. What is not read is not checked either. How text files and tables are read is in text_files.py and tables.py:
-`datasets`, which reads those of the hub, would not say in which line a file is damaged, nor tell null from a column
-that is missing, nor count what has no text.
+Everything is streamed, and only what is read is checked. Files are read by text_files.py and tables.py instead of the
+builders of `datasets`: these name no line of a damaged file (an error says "in row 2" of a block), give a missing
+column as null, keep a byte order mark at the start of text and refuse one inside joined JSON files, and pass NUL bytes
+on.
 """
 
 from __future__ import annotations
@@ -28,22 +28,21 @@ _CHARACTERS_TOGETHER = 1 << 20
 
 
 def are_apart(data: str, separator: str | None, by_row: bool = False) -> bool:
-    """Whether some text is several documents, told apart, which a tokenizer's marks stand between."""
+    """Tell whether a text is several documents, with a tokenizer's marks between them."""
     return separator is not None or by_row or data in (DEMO, DEMO_TRAINING) or is_folder(data)
 
 
 def documents(
     data: str, separator: str | None, reading: Reading | None = None, by_row: bool = False
 ) -> Iterator[Iterable[str]]:
-    """The documents of some text, each in pieces: apart where there is a separator, else all as one.
+    """Stream the documents of a text, each in pieces: several where there is a separator, else one.
 
-    Of a folder every file is one or more, in the order of their paths; what is no text, by its name, is left out.
+    A folder gives at least one for each text file, in the order of their paths.
 
     Args:
         data: as `surgeon.quality.data.load_windows` takes it.
-        by_row: every row of a table or a dataset is a document of its own, without a separator, too; where there is
-            one, it is in any case.
-        reading: is told, as the text is read, what is left out of it.
+        by_row: make every row of a table or a dataset a document without a separator, too.
+        reading: counts what is left out as the text is read.
 
     Raises:
         FileNotFoundError: if there is no such file or dataset.
@@ -85,17 +84,13 @@ def documents(
 
 
 def is_folder(data: str) -> bool:
-    """Whether a folder of texts is meant."""
+    """Tell whether data is a folder of texts."""
     there = on_disk(data)
     return data != DEMO and there is not None and there.is_dir()
 
 
 def files_in(folder: str) -> list[Path]:
-    """The files of text of a folder and those in it, in the order of their paths.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """List the text files below a folder, in the order of their paths."""
     there = _files_below(on_disk(folder) or Path(folder))
     files = [path for path in there if ending(path) in TEXT_FILES or is_table(path)]
     if not files:
@@ -105,7 +100,7 @@ def files_in(folder: str) -> list[Path]:
 
 
 def _files_below(folder: Path, within: frozenset[Path] = frozenset()) -> Iterator[Path]:
-    """The files of a folder and those in it; links are followed, but for those that lead back to where they lie."""
+    """Walk a folder; links are followed, but for those that lead back."""
     within |= {folder.resolve()}
     for path in sorted(folder.iterdir()):
         if path.is_file():
@@ -115,7 +110,6 @@ def _files_below(folder: Path, within: frozenset[Path] = frozenset()) -> Iterato
 
 
 def _filled(pieces: Iterable[str], path: Path | None) -> Iterator[str]:
-    """The pieces of a text, which has to have something in it."""
     blank: list[str] | None = []
     for piece in pieces:
         if blank is None:
@@ -130,7 +124,7 @@ def _filled(pieces: Iterable[str], path: Path | None) -> Iterator[str]:
 
 
 def file_and_column(data: str) -> tuple[Path | None, str | None]:
-    """The file that is meant, and the column of it; no file if this is the name of a dataset (or demo)."""
+    """Find the file and column that data names; no file for the name of a dataset or demo."""
     there = on_disk(data)
     if there is not None and there.is_file():
         return there, None
@@ -156,7 +150,7 @@ def file_and_column(data: str) -> tuple[Path | None, str | None]:
 
 
 def _split(pieces: Iterable[str], separator: str, reading: Reading) -> Iterator[str]:
-    """What stands between separators and the line ends beside them, in a text that comes in pieces; blank parts not."""
+    """Split a text at separators, without line ends beside them; blank parts are left out."""
     rest = ""
     is_first = True
     for piece in pieces:
@@ -174,7 +168,6 @@ def _split(pieces: Iterable[str], separator: str, reading: Reading) -> Iterator[
 
 
 def _joined(rows: Iterable[str]) -> Iterator[str]:
-    """Rows as one running text, in pieces long enough to tokenize well."""
     piece: list[str] = []
     characters = 0
     for row in rows:
@@ -189,14 +182,10 @@ def _joined(rows: Iterable[str]) -> Iterator[str]:
 
 
 def open_rows(data: str, reading: Reading, whole_rows: bool = True) -> TextRows | None:
-    """The rows of a table or a dataset; None of other text.
+    """Open the rows of a table or a dataset; None for other text.
 
     Args:
         whole_rows: as `open_table` takes it.
-
-    Raises:
-        FileNotFoundError: if there is no such file or dataset.
-        ValueError: (as rows are asked for) if one is damaged.
     """
     if is_folder(data):
         return None
@@ -227,11 +216,7 @@ def _open_dataset(data: str, name: str, config: str, split: str) -> Iterator[Row
 
 
 def _unbroken(rows: Iterator[Any], name: str) -> Iterator[Any]:
-    """The rows of a dataset that is streamed; `datasets` has tried several times where one cannot be read.
-
-    Raises:
-        OSError: if one cannot be read all the same.
-    """
+    """Stream rows of a dataset; OSError where `datasets` has given up."""
     try:
         yield from rows
     except Exception as error:

@@ -1,4 +1,4 @@
-"""From per-window values to the numbers that are reported."""
+"""From values per window to the numbers that are reported."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ Values = NDArray[np.float64]  # (windows,)
 
 
 def perplexity(nll: Values) -> float:
-    """Exp of the mean negative log-likelihood; infinity where that is beyond any number, or is none itself."""
+    """Exp of the mean negative log-likelihood; infinity where that overflows or is NaN."""
     mean = float(np.mean(nll))
     if mean < 700:
         return math.exp(mean)
     return math.inf
 
 
-def pooled(values: Values, counts: Values) -> Values:
-    """Means of windows in which not as much was counted, for use as if as much had been.
+def pool_windows(values: Values, counts: Values) -> Values:
+    """Weight means of windows with different counts, for use as if counts were equal.
 
-    Their mean is that over all that was counted, m, and they scatter as it does (the ratio estimator's linearisation):
-    m + c (x - m), with c what a window counted over what one counts on average.
+    Their mean is that over all that was counted, m, with the same scatter (the ratio estimator's linearisation): m + c
+    (x - m), with c a window's count over the mean count.
     """
     shares = counts / counts.mean()
     mean = (shares * values).mean()
@@ -37,7 +37,7 @@ def pooled(values: Values, counts: Values) -> Values:
 
 
 def mean_divergence(divergence: Values) -> float:
-    """The mean over windows, nats per token; infinity where it is no number. Rounding alone can make it less than 0."""
+    """The mean over windows, nats per token, at least 0 (rounding can make it less); infinity where it is no number."""
     mean = float(np.mean(divergence))
     if math.isfinite(mean):
         return max(0.0, mean)
@@ -45,7 +45,7 @@ def mean_divergence(divergence: Values) -> float:
 
 
 def interval(values: Values, confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """The interval of the mean of per-window values (Student's t); without bounds where it cannot be told."""
+    """Student's t interval of the mean of values per window; infinite where it is unknown."""
     from scipy import stats  # half a second that who only reads qualities need not wait
 
     if len(values) < 2 or not np.isfinite(values).all():
@@ -59,7 +59,7 @@ def interval(values: Values, confidence: float = CONFIDENCE) -> tuple[float, flo
 
 
 def known_interval(values: Values, least: float = -math.inf, most: float = math.inf) -> tuple[float, float]:
-    """The same of what is between `least` and `most`; NaN where it cannot be told."""
+    """The interval within `least` and `most`; NaN where it is unknown."""
     low, high = interval(values)
     if math.isfinite(high):
         return (max(least, low), min(most, high))
@@ -67,7 +67,7 @@ def known_interval(values: Values, least: float = -math.inf, most: float = math.
 
 
 def perplexity_interval(nll: Values) -> tuple[float, float] | None:
-    """The 95% interval of the perplexity, which is at least 1, if it can be told."""
+    """The 95% interval of the perplexity; None where it is unknown."""
     low, high = known_interval(nll, least=0.0)
     if math.isnan(low):
         return None
@@ -76,21 +76,21 @@ def perplexity_interval(nll: Values) -> tuple[float, float] | None:
 
 @dataclass(frozen=True)
 class Quality:
-    """How well a program predicts a text, with 95% intervals over windows; NaN: not known.
+    """Quality of a program on a text, with 95% intervals over windows; NaN where unknown.
 
     Attributes:
-        divergence: KL(original || program) in nats per token; NaN where there is nothing to compare with.
-        tokens: how many were predicted.
-        greedy_acceptance: the share of tokens at which both models find the same one likeliest: how often a token that
-            the program drafts is the original's own.
-        sampled_acceptance: the mean over tokens of sum_v min(p_v, q_v), the chance that a token which is drawn from
-            the program is accepted as one of the original's (Leviathan et al. 2023, corollary 3.6).
-        acceptance_keys: whose keys and values of earlier tokens the program reads for its acceptance: "verified", the
-            original's, as drafts do, or its "own"; None where that is not said.
-        windows: where they are kept, the values of the windows that were run, in the order of the text, by name: "nll",
-            "divergence", acceptances; and "blocks", the divergence of smaller parts, where windows are few.
-        whole: whether those are all; else the numbers are estimates.
-        more: what else is known of the program, by name: a task's accuracy, say.
+        divergence: KL(original || program) in nats per token; NaN without an original.
+        tokens: predicted.
+        greedy_acceptance: share of tokens at which both models have the same likeliest token: how often a drafted token
+            is the original's own.
+        sampled_acceptance: mean over tokens of sum_v min(p_v, q_v), the chance that a sampled draft token is accepted
+            (Leviathan et al. 2023, corollary 3.6).
+        acceptance_keys: whose keys and values of earlier tokens acceptance rests on: "verified", the original's, as for
+            drafts, or the program's "own"; None if unknown.
+        windows: values of the windows that were run, in the order of the text, by name: "nll", "divergence",
+            acceptances; and "blocks", the divergence of smaller parts, where windows are few.
+        whole: whether these are all windows; else the numbers are estimates.
+        more: further numbers by name: a task's accuracy, say.
     """
 
     perplexity: float
@@ -112,7 +112,7 @@ class Quality:
     more: Mapping[str, float] = field(default_factory=dict)
 
     def by_window(self, name: str) -> Values:
-        """Values of the windows that were run, none where they are not kept."""
+        """Values of the windows that were run; empty where not kept."""
         return np.array(self.windows.get(name, ()), dtype=np.float64)
 
     @property
@@ -121,15 +121,13 @@ class Quality:
         return {name: getattr(self, name) for name in ESTIMATE_COLUMNS}
 
     def knows(self, metric: str) -> bool:
-        """Whether a number is known."""
         return not math.isnan(getattr(self, metric))
 
     def ends(self, metric: str) -> tuple[float, float]:
-        """The interval of a number; NaN where it is not known."""
         return getattr(self, f"{metric}_low"), getattr(self, f"{metric}_high")
 
     def words(self, metric: str, digits: int, of_ends: int = 0) -> str:
-        """A number with its interval in brackets, for people; `of_ends` digits of it where they are others."""
+        """Format a metric with its interval in brackets, whose ends have `of_ends` digits where given."""
         low, high = self.ends(metric)
         text = f"{getattr(self, metric):.{digits}{'f' if metric in ACCEPTANCES else 'g'}}"
         if math.isnan(low):
@@ -138,7 +136,6 @@ class Quality:
         return f"{text} ({low:{how}} to {high:{how}})"
 
     def table(self) -> pd.DataFrame:
-        """A row for each number that there is, with the ends of its interval."""
         known = [metric for metric in METRICS if self.knows(metric)]
         rows = [(metric, getattr(self, metric), *self.ends(metric)) for metric in known]
         return pd.DataFrame(rows, columns=["metric", "value", "low", "high"])
@@ -150,7 +147,7 @@ class Quality:
         return f"{text} over {self.tokens:,} tokens"
 
     def as_draft(self) -> str:
-        """For people, in one line: how well it would draft for the original; nothing where that is not known."""
+        """Describe it as a draft for the original, in one line; empty where acceptance is unknown."""
         if not self.knows("sampled_acceptance"):
             return ""
         by = ""
@@ -160,7 +157,7 @@ class Quality:
         return f"as a draft: acceptance {greedy} greedy, {self.words('sampled_acceptance', 3)} sampled{by}"
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values: each number, and its interval as a pair; None where they are not known."""
+        """Convert to JSON values: each metric, and its interval as a pair; None where unknown."""
         found: dict[str, Any] = {}
         for metric in METRICS:
             ends = self.ends(metric)
@@ -170,7 +167,7 @@ class Quality:
 
     @classmethod
     def from_json(cls, entries: Mapping[str, Any]) -> Quality:
-        """The inverse of `to_json`, of what was read from a file, or has the ends of intervals as columns do."""
+        """Read `to_json`'s values, or rows with a column for each end of an interval."""
         numbers: dict[str, Any] = {"perplexity": math.nan}
         for metric in METRICS:
             if entries.get(metric) is not None:
@@ -183,13 +180,13 @@ class Quality:
 
 
 def quality_of(values: Mapping[str, Values], tokens: int, whole: bool = True, beside: Quality | None = None) -> Quality:
-    """What is known of a program from its values, which it keeps.
+    """Summarise a program's values by window, which are kept.
 
     Args:
         values: by name, as of `Quality.windows`.
-        tokens: that were predicted.
-        whole: whether they are of all windows.
-        beside: another program, on all windows, beside which one is estimated that was stopped.
+        tokens: predicted.
+        whole: whether all windows were run.
+        beside: another program, on all windows, to estimate a stopped one by.
     """
     nll = values["nll"]
     divergence = values["divergence"]
@@ -213,17 +210,17 @@ ESTIMATE_COLUMNS = [f"{metric}{end}" for metric in METRICS[:2] for end in ("", "
 def estimate(
     nll: Values, divergence: Values, base: Values | None = None, windows: Sequence[int] | None = None
 ) -> Quality:
-    """What is known of a program from its values on all windows, or on some, each (windows,).
+    """Estimate perplexity and divergence from values on all windows, or on some, each (windows,).
 
     On all windows perplexity is exp of the mean nll, and its interval exp of that of the mean (Student's t over
     windows). On fewer it is the base perplexity on all windows times exp of the mean difference of nll to the base on
-    these: texts differ in difficulty by far more than programs do, and this way cells that rest on different windows
-    can be compared. With b the base's nll, d the difference, n of N windows, the variance of that estimate is
-    Var(b + d)/N + Var(d)(1/n - 1/N), which on all windows is Var(nll)/N. Divergence is the mean over the windows.
+    these: texts differ in difficulty by far more than programs do, and this way cells on different windows can be
+    compared. With b the base's nll, d the difference, n of N windows, the variance of that estimate is Var(b + d)/N +
+    Var(d)(1/n - 1/N), which on all windows is Var(nll)/N. Divergence is the mean over the windows.
 
     Args:
         base: the unedited model's nll on all windows; not needed if the values are on all of them.
-        windows: which ones the values belong to.
+        windows: numbers of the windows of these values.
     """
     if base is None or windows is None or len(nll) == len(base):
         value = perplexity(nll)
@@ -242,10 +239,10 @@ def estimate(
 
 
 def estimate_beside(nll: Values, divergence: Values, other_nll: Values, other_divergence: Values) -> Quality:
-    """What is known of a program from its values on the first windows, beside another's on all of them.
+    """Estimate a program on the first windows beside another on all of them.
 
-    Both perplexity and divergence are the other's on all windows, and the mean difference to it on these; intervals as
-    in `estimate`.
+    Perplexity and divergence are the other's on all windows plus the mean difference on these; intervals as in
+    `estimate`.
 
     Args:
         nll, divergence: of the program, (windows run,).
@@ -261,7 +258,6 @@ def estimate_beside(nll: Values, divergence: Values, other_nll: Values, other_di
 
 
 def _known(low: float, high: float) -> tuple[float, float]:
-    """The interval of what is at least 0; NaN where it cannot be told."""
     if not math.isfinite(high):
         return UNKNOWN
     return max(0.0, low), max(0.0, high)

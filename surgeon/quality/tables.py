@@ -1,9 +1,8 @@
-"""Tables whose rows have a column of text: .jsonl, .json (one object a line), .parquet, or rows from elsewhere.
+"""Tables with a column of text: .jsonl, .json (one object a line), .parquet, or rows from elsewhere.
 
-Which column is read does not depend on where a table begins. It is the one that is said; or else the one named text,
-if any row has such a key, be it null; or else the only one that holds strings. Rows are looked through until it is
-known, a thousand at most; should a row behind those speak against the choice, it is refused instead of read on. Rows
-without text are counted.
+The column does not depend on where a table begins: it is the named one; or text, if any row has such a key, be it null;
+or the only one that holds strings. At most a thousand rows are looked through; a later row that contradicts the choice
+is refused. Rows without text are counted.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Row = dict[str, Any]
 
 
 def is_table(path: Path) -> bool:
-    """Whether a file's name says that it has rows and columns: what `open_table` reads."""
+    """Tell whether `open_table` reads a file, by its name."""
     return ending(path) in (*JSON_LINES, PARQUET)
 
 
@@ -36,10 +35,10 @@ class TextRows(NamedTuple):
     """Rows of a file or a dataset.
 
     Attributes:
-        rows: each with where it stands, as a stream.
-        source: what they are from, for error messages.
-        column: that a user has named.
-        how: how a user says which column is meant.
+        rows: a stream, each with its place.
+        source: for error messages.
+        column: named by the user.
+        how: pattern by which a user names a column.
     """
 
     rows: Iterator[tuple[str, Row]]
@@ -49,13 +48,10 @@ class TextRows(NamedTuple):
 
 
 def open_table(path: Path, column: str | None, reading: Reading, whole_rows: bool = True) -> TextRows:
-    """The rows of a .jsonl, .json (one object a line) or .parquet file; errors come as rows are asked for.
+    """Open the rows of a .jsonl, .json (one object a line) or .parquet file; errors come as rows are read.
 
     Args:
-        whole_rows: else only the column that is named, or text, of a parquet file that has it.
-
-    Raises:
-        ValueError: if a row is damaged, with file and line.
+        whole_rows: else only the named column, or text, of a parquet file that has it.
     """
     if ending(path) == PARQUET:
         return TextRows(_parquet_rows(path, None if whole_rows else column or TEXT_COLUMN), str(path), column)
@@ -90,7 +86,7 @@ def _parquet_rows(path: Path, wanted: str | None) -> Iterator[tuple[str, Row]]:
 
 
 def without_nulls(row: Row) -> Row:
-    """A row of Arrow, where each object in a column has the keys of all of them, without those that are null."""
+    """Drop the null keys that Arrow adds to objects of a row."""
     return {name: _without_null_keys(value) for name, value in row.items()}
 
 
@@ -103,17 +99,17 @@ def _without_null_keys(value: Any) -> Any:
 
 
 def read_column(table: TextRows, reading: Reading) -> Iterator[tuple[str, str | None]]:
-    """One column of rows: by default the one named text, or else the only one that holds strings.
+    """Read one column of rows.
 
     Args:
-        reading: is told the column, and how many rows have no text.
+        reading: notes the column, and counts rows without text.
 
     Returns:
-        Where each row stands, and its text; None where that is null, or the row has no such column.
+        Place and text of each row; None where that is null, or the row has no such column.
 
     Raises:
         ValueError: if a row is damaged or holds something else there (with file and line), no row has text there, or
-            it is not clear which column is meant.
+            the column is ambiguous.
     """
     rows, source, column, how = table
     chosen = column or TEXT_COLUMN
@@ -157,7 +153,7 @@ def read_column(table: TextRows, reading: Reading) -> Iterator[tuple[str, str | 
 
 
 def _look(rows: Iterator[tuple[str, Row]], wanted: str) -> tuple[list[tuple[str, Row]], bool]:
-    """The rows up to the first that has a column, but not more than are looked at; and whether these are all."""
+    """Read rows up to the first that has a column, within limits; and whether these are all."""
     looked_at: list[tuple[str, Row]] = []
     characters = 0
     for where, row in rows:
@@ -169,7 +165,7 @@ def _look(rows: Iterator[tuple[str, Row]], wanted: str) -> tuple[list[tuple[str,
 
 
 def _of_text(row: Row) -> list[str]:
-    """The columns that a row's text may be in."""
+    """Columns of a row that may hold its text."""
     return [name for name, value in row.items() if isinstance(value, str) or name == TEXT_COLUMN]
 
 
@@ -181,7 +177,7 @@ def _holds_messages(value: Any) -> bool:
 
 
 def _choose_column(place: str, names: list[str], source: str, with_chats: Iterable[str], how: str) -> str:
-    """The column to read of `source`, by what was looked at of it, `place`; `names` are those that hold text."""
+    """Choose a column among `names`, those of text in `place`, the part of `source` that was looked at."""
     if TEXT_COLUMN in names:
         return TEXT_COLUMN
     for chat in with_chats:

@@ -27,9 +27,10 @@ from surgeon.quality.tasks_load import Seeds, Tasks
 
 
 class Answers(Journal):
-    """What a model answered to each request, in a file that only ever grows, or in memory alone.
+    """A model's answers by request, in a journal or in memory alone.
 
-    The file's name holds a hash of what the answers depend on, so that those of other models stand beside it.
+    The file's name holds a hash of what the answers depend on, so that those of other models lie beside it. lm-eval's
+    own cache would run equal requests again, and forget which ones were cut.
 
     Args:
         folder: made if it is not there; None to keep nothing.
@@ -55,20 +56,19 @@ class Answers(Journal):
         return self._values[key]
 
     def add(self, key: str, value: Any) -> None:
-        """Keep an answer; it is in the file after the next `write`."""
+        """Add an answer; the next `write` puts it into the file."""
         self._values[key] = value
         self._unwritten.append((key, value, key in self._cut))
 
     def note_cut(self, key: str) -> None:
-        """Note that a request was longer than the model's positions, before its answer is added."""
+        """Note, before its answer is added, that a request exceeds the model's positions."""
         self._cut.add(key)
 
     def cut(self, keys: set[str]) -> int:
-        """How many of these requests were too long."""
         return len(self._cut & keys)
 
     def write(self) -> None:
-        """Put what was added into the file: a batch at a time, so that the batches after a kill are the same."""
+        """Write the added answers: a batch at a time, so that batches after a kill are the same."""
         self.append(*self._unwritten)
         self._unwritten.clear()
 
@@ -80,10 +80,10 @@ class Answers(Journal):
 
 
 class TaskModel(HFLM):  # type: ignore[misc]
-    """lm-eval's wrapper around a `transformers` model, with a memory, progress, and words for what goes wrong.
+    """lm-eval's wrapper of a `transformers` model, with kept answers, progress, and errors for users.
 
     Attributes:
-        asked: the keys of all requests so far, answered now or earlier.
+        asked: keys of all requests so far.
 
     Raises:
         ValueError: from its methods, if a text cannot be scored with this model.
@@ -96,7 +96,7 @@ class TaskModel(HFLM):  # type: ignore[misc]
 
     @property
     def cut(self) -> int:
-        """How many requests were longer than the model's positions, and lost their beginning."""
+        """Number of requests that lost their beginning, exceeding the model's positions."""
         return self.answers.cut(self.asked)
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[Any]:  # noqa: ARG002
@@ -118,7 +118,6 @@ class TaskModel(HFLM):  # type: ignore[misc]
         return self._ask("generate_until", "generating", requests, super().generate_until)
 
     def _ask(self, kind: str, doing: str, requests: list[Any], run: Callable[..., list[Any]]) -> list[Any]:
-        """The answers to some requests: those that are known, and what the model says to the others."""
         keys = [_key(kind, request.args) for request in requests]
         self.asked.update(keys)
         missing = {key: request for key, request in zip(keys, requests, strict=True) if key not in self.answers}
@@ -159,14 +158,13 @@ class TaskModel(HFLM):  # type: ignore[misc]
 
 
 class _Notice:
-    """What lm-eval tells of each answer."""
+    """Hook that lm-eval calls with each answer."""
 
     def __init__(self, advance: Advance, answers: Answers | None) -> None:
         self.advance = advance
         self.answers = answers
 
     def add_partial(self, kind: str, request: Any, answer: Any) -> None:
-        """Called by lm-eval's models, for their cache."""
         if self.answers is not None:
             self.answers.add(_key(kind, request), answer)
         self.advance(1)
@@ -189,7 +187,7 @@ BOOTSTRAP = 1000  # draws for the error of metrics that are no means; lm-eval's 
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """How tasks are computed.
+    """Settings of computing tasks.
 
     Attributes:
         limit: rows of each task, from its start; None for all.
@@ -217,8 +215,7 @@ def run_tasks(lm: TaskModel, tasks: Tasks, name: str, settings: TaskSettings) ->
         name: of the model, for the results.
 
     Raises:
-        ValueError: if a text cannot be scored with this model, or there is no chat template or no EOS where one is
-            needed.
+        ValueError: if a text cannot be scored with this model, or a chat template or an EOS that is needed is missing.
     """
     _check_tokenizer(lm.tokenizer, tasks, settings.chat)
     tracker = GeneralConfigTracker()

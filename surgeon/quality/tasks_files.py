@@ -1,7 +1,6 @@
-"""Tasks from files: a .jsonl file becomes a task of lm-eval's, with the same prompts and metrics as lm-eval's own.
+"""Task files: a .jsonl file becomes a task of lm-eval's, with prompts and metrics like lm-eval's own.
 
-Which kind of task it is follows from the keys of its rows; `FORMS` lists them. Nothing is fetched, and nothing is
-written to the cache of `datasets`.
+The keys of its rows say which of `FORMS` it is. Nothing is fetched, or written to the cache of `datasets`.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ _ANSWER = "Answer:"
 
 @dataclass(frozen=True)
 class RowForm:
-    """One kind of task.
+    """A kind of task.
 
     Attributes:
-        name: as error messages call it.
-        keys: those that every row has.
-        columns: a row, checked, as lm-eval gets it; takes the row and where it stands.
-        config: lm-eval's settings for it, on these columns.
+        name: for error messages.
+        keys: of every row.
+        columns: checks a row, and its place, and converts it for lm-eval.
+        config: lm-eval's settings, on these columns.
     """
 
     name: str
@@ -182,12 +181,7 @@ FORMS = (
 
 
 def read_rows(path: Path) -> tuple[RowForm, list[Row]]:
-    """The rows of a task file, checked, and what kind of task they are.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if a row is damaged or not like the others, naming file and line.
-    """
+    """Read and check the rows of a task file, and find its kind."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no task file {path}")
     rows: list[Row] = []
@@ -217,12 +211,12 @@ def read_rows(path: Path) -> tuple[RowForm, list[Row]]:
 
 
 def file_task(path: Path, positions: int) -> tuple[Any, str]:
-    """A file as a task for lm-eval, and the SHA-256 of the file.
+    """Make a task for lm-eval of a file; returns it with the file's SHA-256.
 
-    Few-shot examples are the file's other rows, drawn by lm-eval's seed.
+    Few-shot examples are other rows of the file, drawn by lm-eval's seed.
 
     Args:
-        positions: how many the model has; what is generated takes half of them at most.
+        positions: of the model; generated text takes half of them at most.
 
     Raises:
         FileNotFoundError: if there is no such file.

@@ -6,9 +6,9 @@ import difflib
 import fnmatch
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,29 +28,22 @@ YAML = (".yaml", ".yml")
 _GROUP = re.compile(r"^group\s*:", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class Preset:
-    """Several tasks under one name, with the number of few-shot examples they are reported with."""
-
-    tasks: tuple[str, ...]
-    num_fewshot: int
-
-
-# Layer Parallelism, table 1: five examples for each task but IFEval, which lm-eval never gives any.
+# Several tasks under one name, each with its few-shot examples. Layer Parallelism, table 1: five for each task but
+# IFEval, which lm-eval never gives any.
 PRESETS = {
-    "paper": Preset(
+    "paper": dict.fromkeys(
         (
             *("mmlu", "piqa", "arc_easy", "arc_challenge", "winogrande", "openbookqa", "hellaswag"),
             *("gsm8k", "ifeval"),
         ),
-        num_fewshot=5,
+        5,
     )
 }
 
 
 @dataclass(frozen=True)
 class Seeds:
-    """Of everything random; these are lm-eval's own."""
+    """Seeds of all generators; by default lm-eval's own."""
 
     python: int = 0
     numpy: int = 1234
@@ -59,13 +52,12 @@ class Seeds:
 
     @classmethod
     def all(cls, seed: int | None) -> Seeds:
-        """The same for all, or lm-eval's own where none is given."""
         if seed is None:
             return cls()
         return cls(seed, seed, seed, seed)
 
     def set(self) -> None:
-        """Seed the generators; tasks shuffle when they are loaded."""
+        """Seed the generators; tasks shuffle as they are loaded."""
         random.seed(self.python)
         np.random.seed(self.numpy)
         torch.manual_seed(self.torch)
@@ -76,10 +68,10 @@ class Tasks:
     """Loaded tasks.
 
     Attributes:
-        items: the tasks and groups that were asked for, as `lm_eval.simple_evaluate` takes them.
-        loaded: the same with all tasks inside them, as `TaskManager.load` gives them.
+        items: requested tasks and groups, as `lm_eval.simple_evaluate` takes them.
+        loaded: these with all tasks inside them, as `TaskManager.load` gives them.
         files: SHA-256 of each .jsonl file, by path.
-        notes: what the user should know, one line each.
+        notes: for the user, one line each.
     """
 
     items: list[Any]
@@ -89,7 +81,6 @@ class Tasks:
 
     @property
     def names(self) -> list[str]:
-        """Of the tasks and groups that were asked for."""
         groups = [item.name for item in self.items if isinstance(item, Group)]
         return groups + [item.task_name for item in self.items if not isinstance(item, Group)]
 
@@ -98,10 +89,10 @@ def load_tasks(names: list[str], positions: int, num_fewshot: int | None = None,
     """Load tasks and their data.
 
     Args:
-        names: of lm-eval's tasks and groups (`*` stands for anything), of `PRESETS`, or paths: .jsonl files, lm-eval's
-            YAML files, folders of those. Code that YAML files name is run.
-        positions: how many tokens the model can read at once.
-        num_fewshot: for all tasks; by default a task's own number, or else none.
+        names: lm-eval's tasks and groups (`*` stands for anything), names of `PRESETS`, or paths: .jsonl files,
+            lm-eval's YAML files, folders of those. Code that YAML files name is run.
+        positions: of the model.
+        num_fewshot: for all tasks; by default each task's own number, or none.
 
     Raises:
         FileNotFoundError: if there is no such file, or a task's data cannot be had.
@@ -112,15 +103,20 @@ def load_tasks(names: list[str], positions: int, num_fewshot: int | None = None,
     seeds.set()
     wanted: list[tuple[str, int | None]] = []
     for name in names:
-        preset = PRESETS.get(name)
-        wanted += [(name, None)] if preset is None else [(task, preset.num_fewshot) for task in preset.tasks]
+        wanted += PRESETS.get(name, {name: None}).items()
     if not wanted:
         raise ValueError("no tasks are given; name some, such as piqa,arc_easy")
-    loader = _Loader(positions)
+    files: dict[str, str] = {}
+    known = cache(TaskManager)  # reading lm-eval's own list takes seconds
     items: list[tuple[Any, int | None]] = []
     with progress("loading tasks", len(wanted), "tasks") as advance:
         for name, shots in wanted:
-            items += [(item, shots) for item in loader.load(name)]
+            path = on_disk(name) or Path(name)
+            if path.suffix.lower() == SUFFIX:
+                task, files[name] = file_task(path, positions)
+                items.append((task, shots))
+            else:
+                items += [(item, shots) for item in _find(name, path, known)]
             advance(1)
     seen: set[str] = set()
     for name in (task.task_name for item, _ in items for task in _leaves(item)):
@@ -129,7 +125,7 @@ def load_tasks(names: list[str], positions: int, num_fewshot: int | None = None,
         seen.add(name)
     # A manager without tasks of its own: it only brings these into the form that `evaluate` takes.
     roots = [item for item, _ in items]
-    tasks = Tasks(roots, dict(TaskManager(include_defaults=False).load(roots)), loader.files)
+    tasks = Tasks(roots, dict(TaskManager(include_defaults=False).load(roots)), files)
     for item, shots in items:
         for task in _leaves(item):
             _set_shots(task, shots if num_fewshot is None else num_fewshot, tasks)
@@ -138,65 +134,51 @@ def load_tasks(names: list[str], positions: int, num_fewshot: int | None = None,
     return tasks
 
 
-class _Loader:
-    """Builds tasks from names and paths; reads lm-eval's list of its own, which takes seconds, if needed."""
+def _find(name: str, path: Path, known: Callable[[], TaskManager]) -> list[Any]:
+    """Build the tasks and groups of a name, a YAML file or a folder; `known` gives lm-eval's own."""
+    if path.suffix.lower() in YAML:
+        return _yaml(path)
+    if "/" in name or (path.is_dir() and name not in known().all_tasks):
+        return _folder(path)
+    manager = known()
+    matching = fnmatch.filter(manager.all_subtasks, name) if "*" in name else [name]
+    if not matching or matching[0] not in manager.all_tasks:
+        near = difflib.get_close_matches(name, [*PRESETS, *manager.all_tasks], n=1)
+        hint = "`lm-eval ls tasks` lists all"
+        if near:
+            hint = did_you_mean(name, near)
+        raise ValueError(f"unknown task {name!r}; {hint} (a file of your own is given by its path: {name}{SUFFIX})")
+    return [item for one in matching for item in _build(manager, one)]
 
-    def __init__(self, positions: int) -> None:
-        self.positions = positions
-        self.files: dict[str, str] = {}
 
-    @cached_property
-    def known(self) -> TaskManager:
-        """lm-eval's own tasks."""
-        return TaskManager()
+def _yaml(path: Path) -> list[Any]:
+    """Build the task or group of a YAML file; a group's tasks may lie in files beside it."""
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no task file {path}")
+    if not _GROUP.search(path.read_text(encoding="utf-8", errors="replace")):
+        return _build(TaskManager(include_defaults=False), str(path))
+    manager = _manager(path.parent)
+    places = {name: manager.task_index[name].yaml_path for name in manager.all_groups}
+    names = [name for name, place in places.items() if place is not None and place.samefile(path)]
+    return [item for name in names or [str(path)] for item in _build(manager, name)]
 
-    def load(self, name: str) -> list[Any]:
-        """The tasks and groups behind a name or a path."""
-        there = on_disk(name)
-        path = there or Path(name)
-        if path.suffix.lower() == SUFFIX:
-            task, self.files[name] = file_task(path, self.positions)
-            return [task]
-        if path.suffix.lower() in YAML:
-            return self._yaml(path)
-        if "/" in name or (there is not None and there.is_dir() and name not in self.known.all_tasks):
-            return self._folder(path)
-        found = fnmatch.filter(self.known.all_subtasks, name) if "*" in name else [name]
-        if not found or found[0] not in self.known.all_tasks:
-            near = difflib.get_close_matches(name, [*PRESETS, *self.known.all_tasks], n=1)
-            hint = "`lm-eval ls tasks` lists all"
-            if near:
-                hint = did_you_mean(name, near)
-            raise ValueError(f"unknown task {name!r}; {hint} (a file of your own is given by its path: {name}{SUFFIX})")
-        return [item for one in found for item in _build(self.known, one)]
 
-    def _yaml(self, path: Path) -> list[Any]:
-        """The task or group in a YAML file; a group's tasks may lie in the files beside it."""
-        if not path.is_file():
-            raise FileNotFoundError(f"there is no task file {path}")
-        if not _GROUP.search(path.read_text(encoding="utf-8", errors="replace")):
-            return _build(TaskManager(include_defaults=False), str(path))
-        manager = _manager(path.parent)
-        places = {name: manager.task_index[name].yaml_path for name in manager.all_groups}
-        names = [name for name, place in places.items() if place is not None and place.samefile(path)]
-        return [item for name in names or [str(path)] for item in _build(manager, name)]
-
-    def _folder(self, path: Path) -> list[Any]:
-        """All groups in a folder of YAML files, and the tasks that are in none of them."""
-        if not path.is_dir():
-            raise FileNotFoundError(f"there is no task file or folder {path}")
-        inside = TaskManager(include_defaults=False, include_path=str(path))
-        if not inside.all_tasks:
-            raise ValueError(f"{path} holds no task of lm-eval's (a YAML file with the key task or group)")
-        groups = [item for name in inside.all_groups for item in _build(_manager(path), name)]
-        members = {task.task_name for group in groups for task in group.get_all_tasks()}
-        subgroups = {group.name for outer in groups for group in outer.get_all_groups()}
-        single = [item for name in inside.all_subtasks if name not in members for item in _build(inside, name)]
-        return [group for group in groups if group.name not in subgroups] + single
+def _folder(path: Path) -> list[Any]:
+    """Build all groups of a folder of YAML files, and the tasks that are in none of them."""
+    if not path.is_dir():
+        raise FileNotFoundError(f"there is no task file or folder {path}")
+    inside = TaskManager(include_defaults=False, include_path=str(path))
+    if not inside.all_tasks:
+        raise ValueError(f"{path} holds no task of lm-eval's (a YAML file with the key task or group)")
+    groups = [item for name in inside.all_groups for item in _build(_manager(path), name)]
+    members = {task.task_name for group in groups for task in group.get_all_tasks()}
+    subgroups = {group.name for outer in groups for group in outer.get_all_groups()}
+    single = [item for name in inside.all_subtasks if name not in members for item in _build(inside, name)]
+    return [group for group in groups if group.name not in subgroups] + single
 
 
 def _manager(folder: Path) -> TaskManager:
-    """What can be named in a folder of YAML files: its own tasks, and lm-eval's if a group in it has some of those."""
+    """A manager of the tasks in a folder of YAML files, and lm-eval's if a group there has some of those."""
     inside = TaskManager(include_defaults=False, include_path=str(folder))
     named = {name for group in inside.all_groups for name in _members(inside.task_index[group].cfg or {})}
     if named <= set(inside.all_tasks):
@@ -205,7 +187,6 @@ def _manager(folder: Path) -> TaskManager:
 
 
 def _members(group: dict[str, Any]) -> Iterator[str]:
-    """The tasks that a group's settings name."""
     listed = group.get("task")
     for item in listed if isinstance(listed, list) else [listed]:
         if isinstance(item, dict):
@@ -215,7 +196,6 @@ def _members(group: dict[str, Any]) -> Iterator[str]:
 
 
 def _build(manager: TaskManager, name: str) -> list[Any]:
-    """Build what lm-eval knows under a name."""
     try:
         with without_retries():
             built = manager.load([name])
@@ -242,7 +222,7 @@ def _leaves(item: Any) -> list[Any]:
 
 
 def _set_shots(task: Any, wanted: int | None, tasks: Tasks) -> None:
-    """Set the number of few-shot examples; a task whose own settings say 0 keeps it, as in lm-eval."""
+    """Set the number of few-shot examples; a task with 0 in its settings keeps it, as in lm-eval."""
     own = task.get_config("num_fewshot")
     if wanted is None or own == 0:
         if wanted and own == 0:
@@ -258,7 +238,6 @@ def _set_shots(task: Any, wanted: int | None, tasks: Tasks) -> None:
 
 
 def _check_task(task: Any, positions: int) -> None:
-    """Refuse what cannot be computed here, before anything is."""
     name = task.task_name
     if getattr(task, "UNSAFE_CODE", False):
         raise ValueError(f"task {name} runs code that the model writes, which surgeon does not do; use lm-eval for it")

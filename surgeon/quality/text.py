@@ -1,4 +1,4 @@
-"""How well a whole model predicts a text, and how near another model's its predictions are, by their full logits."""
+"""Perplexity of a whole model on a text, and divergence from another model, by their full logits."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from surgeon.models.edit import input_device
+from surgeon.models.families import family_of
 from surgeon.models.verified import DraftOnText
 from surgeon.progress import progress
+from surgeon.quality.data import Windows
+from surgeon.quality.head import OutputHead
 from surgeon.quality.summary import (
     METRICS,
     UNKNOWN,
@@ -26,7 +29,7 @@ from surgeon.quality.summary import (
     mean_divergence,
     perplexity,
     perplexity_interval,
-    pooled,
+    pool_windows,
 )
 
 # Keys and values that acceptance is judged by.
@@ -37,7 +40,7 @@ Logits = Callable[[Tensor], Tensor]  # token ids, (windows, tokens), to logits, 
 
 
 def logits_of(model: nn.Module) -> Logits:
-    """A model's own forward pass, without a cache, whatever is wrapped around it."""
+    """Make a model's forward pass, without a cache, a function of token ids."""
 
     def logits(ids: Tensor) -> Tensor:
         if isinstance(model, PreTrainedModel):
@@ -51,8 +54,8 @@ def logits_of(model: nn.Module) -> Logits:
 
 
 @contextmanager
-def evaluated(model: nn.Module) -> Iterator[None]:
-    """A model in evaluation mode; each of its modules is in its own again afterwards."""
+def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode inside; afterwards each module is back in its own."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -70,7 +73,7 @@ def text_quality(
     answers: Tensor | None = None,
     draft: DraftOnText | None = None,
 ) -> Quality:
-    """Measure a model on windows of text, one window at a time; arguments and errors as `text_values`."""
+    """Measure a model on windows of text, one at a time; arguments and errors as `text_values`."""
     found = text_values(model, ids, original, bar, answers, draft)
     if answers is None:
         tokens = ids.shape[0] * (ids.shape[1] - 1)
@@ -98,16 +101,16 @@ def text_values(
     answers: Tensor | None = None,
     draft: DraftOnText | None = None,
 ) -> dict[str, Values]:
-    """Measure each window: by name, means over its predicted tokens, (windows,), as of `Quality`, and `nll` in nats.
+    """Measure each window: means over its predicted tokens, (windows,), by name as in `Quality`, and `nll` in nats.
 
-    Where windows do not have as many, they are as `surgeon.quality.summary.pooled` makes them.
+    Where windows have different counts, they are weighted (`surgeon.quality.summary.pool_windows`).
 
     Args:
         ids: (windows, tokens); every token but a window's first is predicted.
-        original: what it is compared with, a model with the same vocabulary.
-        bar: whether a progress bar says how far it is.
-        answers: (windows, tokens), which tokens count; None for all. Models are not asked for what is behind the last.
-        draft: the original, which need not be given then, and the model as its draft, which acceptance is of.
+        original: the model to compare with, of the same vocabulary.
+        bar: show a progress bar.
+        answers: (windows, tokens), tokens that count; None for all. Models do not run behind the last.
+        draft: the original with the model as its draft, for acceptance; takes the place of `original`.
 
     Raises:
         ValueError: if the vocabularies differ, or the model's predictions are not finite.
@@ -123,12 +126,12 @@ def text_values(
         raise ValueError(f"the model's predictions are not finite in window {where}; are its weights damaged?")
     if answers is not None:
         counts = answers[:, 1:].sum(1).double().numpy()
-        columns = [pooled(column, counts) for column in columns]
+        columns = [pool_windows(column, counts) for column in columns]
     return dict(zip(("nll", *_COMPARED), columns, strict=False))
 
 
 def split_windows(ids: Tensor, answers: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor | slice]]:
-    """Each window, (1, tokens), up to its last answer, and the places, (tokens - 1,), whose next token counts."""
+    """Yield windows, (1, tokens), up to the last answer, and the places, (tokens - 1,), whose next token counts."""
     for window, marks in zip(ids.split(1), [None] * len(ids) if answers is None else answers, strict=True):
         if marks is None:
             yield window, slice(None)
@@ -140,7 +143,6 @@ def split_windows(ids: Tensor, answers: Tensor | None = None) -> Iterator[tuple[
 def _window(
     model: Logits, window: Tensor, original: Logits | None, counted: Tensor | slice, draft: DraftOnText | None
 ) -> tuple[float, ...]:
-    """The means over those of a window's tokens that count, in the order of `text_values`."""
     logits = model(window)[0, :-1][counted].float()
     nll = float(functional.cross_entropy(logits, window[0, 1:][counted].to(logits.device)))
     if draft is not None:
@@ -165,3 +167,58 @@ def _window(
         torch.minimum(p, q).sum(-1).clamp(max=1),  # rounding can make it more
     )
     return nll, *(float(values.mean()) for values in by_token)
+
+
+class HeldOutQuality:
+    """Windows of text with the original's predictions, kept as its normed stream and output head.
+
+    The original itself need not stay in memory: its logits are the head on the stream.
+
+    Attributes:
+        original: the original's own quality; None without one.
+    """
+
+    def __init__(self, windows: Windows, original: PreTrainedModel | None) -> None:
+        self.ids = windows.ids
+        self.answers = windows.answers
+        self._streams: dict[bytes, Tensor] = {}
+        self._head: OutputHead | None = None
+        self.original: Quality | None = None
+        if original is None:
+            return
+        found = list[Tensor]()
+        norm = original.get_submodule(family_of(original.config).final_norm)
+        hook = norm.register_forward_hook(lambda _module, _inputs, output: found.append(output))
+        try:
+            with torch.inference_mode():
+                self._head = OutputHead(original)
+                for window, _ in split_windows(self.ids, self.answers):
+                    original.base_model(input_ids=window.to(original.device), use_cache=False)
+                    self._streams[window.numpy().tobytes()] = found.pop().cpu()
+        finally:
+            hook.remove()
+        self.original = text_quality(self._logits, self.ids, bar=False, answers=self.answers)
+
+    def measure(self, model: nn.Module, step: int = 0) -> Quality:  # noqa: ARG002 - parts of models need it
+        return self.quality(model, logits_of(model))
+
+    def quality(self, model: nn.Module, logits: Logits) -> Quality:
+        """Measure by a function of windows that calls the model, in the order of the windows."""
+        with in_evaluation_mode(model):
+            return text_quality(logits, self.ids, self._reference, bar=False, answers=self.answers)
+
+    def values(self, model: nn.Module) -> dict[str, Values]:
+        with in_evaluation_mode(model):
+            return text_values(logits_of(model), self.ids, self._reference, bar=False, answers=self.answers)
+
+    @property
+    def _reference(self) -> Logits | None:
+        if self._head is None:
+            return None
+        return self._logits
+
+    def _logits(self, window: Tensor) -> Tensor:
+        """The original's logits, (1, tokens, vocabulary), on one of the windows, (1, tokens)."""
+        assert self._head is not None
+        stream = self._streams[window.numpy().tobytes()].to(self._head.weight.device)
+        return self._head.logits(stream[0])[None]

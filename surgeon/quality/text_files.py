@@ -1,7 +1,7 @@
-"""Files of text as people's programs write them: unpacked, decoded, in pieces or line by line.
+"""Text files as other programs write them: unpacked, decoded, in pieces or line by line.
 
-Text is UTF-8. A byte order mark at its start is no part of it, and line ends of Windows (CRLF) are read as LF; what is
-left out so is counted. UTF-16, other encodings, archives and NUL bytes, which no text has, are refused by name.
+Text is UTF-8. A byte order mark at its start is dropped and CRLF read as LF; both are counted. UTF-16, other encodings,
+archives and NUL bytes are refused by name.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _FEW = 0.1  # of the tokens of answers
 
 @dataclass
 class Reading:
-    """What has become of a text as far as it has been read.
+    """Counts and notes of a text, as far as it has been read.
 
     Attributes:
-        column: of a table or dataset, which is read; None of a text.
-        rows: of a table, how many have been read.
-        left_out: how many of what is no part of the text that comes out: byte_order_marks, carriage_returns,
-            null_rows, rows_without_column, empty_documents; and of conversations what `ConversationTokens` names.
-        sizes: of conversations, as `ConversationTokens` names them, and how many tokens are `trained` on.
-        notes: what else to know, one line each.
+        column: of a table or dataset; None for text.
+        rows: of a table, read so far.
+        left_out: counts of byte_order_marks, carriage_returns, null_rows, rows_without_column, empty_documents; and for
+            conversations those of `ConversationTokens`.
+        sizes: of conversations, as in `ConversationTokens`, and tokens `trained` on.
+        notes: further ones, one line each.
     """
 
     column: str | None = None
@@ -58,7 +58,6 @@ class Reading:
     notes: list[str] = field(default_factory=list)
 
     def lines(self, source: str) -> list[str]:
-        """All that a user should know, one line each."""
         count = self.left_out
         words = {
             "byte_order_marks": "the byte order mark at its start",
@@ -84,7 +83,6 @@ class Reading:
         return [*self.notes, *left_out, *(f"{source}: {line}" for line in self._of_answers())]
 
     def _of_answers(self) -> Iterator[str]:
-        """What to know of the answers of conversations; their characters tell about how many tokens they are."""
         size = self.sizes
         if across := size["answers_across"]:
             yield (
@@ -100,20 +98,20 @@ class Reading:
 
 
 def ending(path: Path) -> str:
-    """The ending that says what is in a file, in small letters, whether it is compressed or not."""
+    """The suffix of a file in small letters, without that of compression."""
     return (path.with_suffix("") if is_packed(path) else path).suffix.lower()
 
 
 def is_packed(path: Path) -> bool:
-    """Whether a file's name says that it is compressed by gzip."""
+    """Tell whether a file's name ends in .gz."""
     return path.suffix.lower() == PACKED
 
 
 def require_utf8(text: str, where: str) -> str:
-    """Refuse a text that cannot be written in UTF-8; JSON may spell halves of characters out, as UTF-16 has them.
+    """Refuse text with lone surrogates, which JSON may spell out.
 
     Raises:
-        ValueError: saying where it stands.
+        ValueError: with the place.
     """
     try:
         text.encode()
@@ -125,11 +123,7 @@ def require_utf8(text: str, where: str) -> str:
 
 @contextmanager
 def open_text(path: Path, reading: Reading) -> Iterator[BinaryIO]:
-    """A file's bytes, unpacked, behind the byte order mark that it may begin with.
-
-    Raises:
-        ValueError: if it begins like something else, or (also within the context) is damaged where it is compressed.
-    """
+    """Open a file's bytes, unpacked, behind a byte order mark."""
     try:
         with gzip.open(path) if is_packed(path) else path.open("rb") as opened:
             file = cast("BinaryIO", opened)
@@ -147,12 +141,7 @@ def open_text(path: Path, reading: Reading) -> Iterator[BinaryIO]:
 
 
 def read_pieces(path: Path, reading: Reading | None = None) -> Iterator[str]:
-    """The text of a file in pieces, each twice as long as the last, so that joining them stays cheap.
-
-    Raises:
-        OSError: if it cannot be read.
-        ValueError: if it is no text in UTF-8, naming the byte, or damaged.
-    """
+    """Read a text file in pieces, each twice as long as the last, so that joining them stays cheap."""
     reading = reading or Reading()
     decoder = codecs.getincrementaldecoder("utf-8")()
     with open_text(path, reading) as file:
@@ -189,12 +178,7 @@ def _not_utf8(where: object, byte: int) -> ValueError:
 
 
 def read_json_lines(path: Path, reading: Reading | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a file that has one on each line, with the number of the line; blank lines are left out.
-
-    Raises:
-        OSError: if it cannot be read.
-        ValueError: if a line is no JSON object in UTF-8, with file and line.
-    """
+    """Read the objects of a file with one on each line, with line numbers; blank lines are skipped."""
     with open_text(path, reading or Reading()) as file:
         before = file.tell()
         for number, line in enumerate(file, start=1):

@@ -1,8 +1,8 @@
-"""The tokens of texts of any length, in little memory.
+"""Tokens of texts of any length, in little memory.
 
-A long text is tokenized in blocks that overlap. Where the tokens of two blocks are the same for a while, in the middle
-of what they share, the one is left for the other: so they are those of the whole text tokenized at once. Where two have
-no token in common there, as in a word of thousands of letters, the text is cut.
+A long text is tokenized in overlapping blocks. Where the tokens of two blocks agree for a while, in the middle of their
+overlap, the second takes over: so the tokens are those of the whole text at once. Where they have no token in common
+there, as in a word of thousands of letters, the text is cut.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _AT_ONCE = 1 << 18  # characters that are tokenized together, on all cores
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of a document, or of a stretch of one; further stretches follow it until one ends the document.
+    """Tokens of a document, or of a part of one; parts follow until one ends the document.
 
     Attributes:
         ids: (tokens,).
-        answer: (tokens,), which of them a model learns to predict; None for all.
-        ends: whether the document ends with them.
+        answer: (tokens,), tokens that a model learns to predict; None for all.
+        ends: whether the document ends here.
     """
 
     ids: NDArray[np.int32]
@@ -44,7 +44,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class _Block:
-    """A part of a document, which begins with the end of the one before it."""
+    """A part of a document, which begins with the end of the one before."""
 
     text: str
     begins: bool
@@ -56,7 +56,7 @@ _Placed = list[tuple[int, int, int]]  # tokens: id, and where they begin and end
 
 @dataclass(frozen=True)
 class _Coded:
-    """A block's tokens; `encoding` is that of `tokenizers`, None of a tokenizer that has none."""
+    """A block's tokens; `encoding` is that of `tokenizers`, None for slow tokenizers."""
 
     text: str
     ids: list[int]
@@ -66,7 +66,7 @@ class _Coded:
         return [(self.ids[token], *self.encoding.token_to_chars(token)) for token in range(len(self.ids))[first:end]]
 
     def token_at(self, character: int) -> int:
-        """The first token that does not begin before a character."""
+        """Find the first token that begins at a character or behind it."""
         return bisect_left(
             range(len(self.ids)), character, key=lambda token: int(self.encoding.token_to_chars(token)[0])
         )
@@ -77,8 +77,8 @@ class TextTokens:
 
     Args:
         tokenizer: of `transformers`.
-        apart: each document gets the tokenizer's BOS before it, or without one its EOS behind it; else the first one
-            gets what the tokenizer puts before and behind a text.
+        apart: put the tokenizer's BOS before each document, or without one its EOS behind it; else the first one gets
+            what the tokenizer puts around a text.
 
     Raises:
         ValueError: if documents are to be apart, and the tokenizer has neither.
@@ -93,7 +93,6 @@ class TextTokens:
         self._held: _Placed = []  # the last tokens of a document that goes on, by their places in the next block
 
     def read(self, documents: Iterable[Iterable[str]]) -> Iterator[list[Tokens]]:
-        """The tokens of documents that come in pieces, some at a time."""
         rest = (block for pieces in documents for block in self._cut(pieces))
         most = _FIRST
         while batch := _up_to(rest, most):
@@ -124,7 +123,7 @@ class TextTokens:
         return [_Coded(*each) for each in zip(texts, coded["input_ids"], encodings, strict=True)]
 
     def _joined(self, block: _Block, coded: _Coded) -> Tokens:
-        """The tokens that a block adds, up to where the next one begins."""
+        """Tokens that a block adds, up to where the next one begins."""
         before = []
         if self._blocks == 0:
             before = self._around[0]
@@ -151,7 +150,7 @@ class TextTokens:
         return Tokens(np.array([*begin, *before, *coded.ids[first:end], *close], np.int32), ends=block.ends)
 
     def _seam(self, coded: _Coded) -> tuple[int, int] | None:
-        """How many tokens are left of the block before, and with which of its own a block goes on; None if neither."""
+        """Count the tokens of the block before that stay, and find this block's first one; None if they never agree."""
         own = coded.placed(0, coded.token_at(_OVERLAP))
         where: dict[tuple[int, int, int], int] = {}
         for token, each in enumerate(own):
@@ -168,7 +167,7 @@ class TextTokens:
 
 
 def _up_to(blocks: Iterator[_Block], most: int) -> list[_Block]:
-    """The next blocks, of so many characters together; none at the end."""
+    """Take the next blocks, of at least `most` characters together; none at the end."""
     found = list[_Block]()
     while sum(len(block.text) for block in found) < most and (block := next(blocks, None)) is not None:
         found.append(block)
@@ -176,7 +175,6 @@ def _up_to(blocks: Iterator[_Block], most: int) -> list[_Block]:
 
 
 def _document_marks(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The tokens a document begins with and ends with, where there are several."""
     if tokenizer.bos_token_id is not None:
         return [tokenizer.bos_token_id], []
     if tokenizer.eos_token_id is not None:
@@ -187,7 +185,6 @@ def _document_marks(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def _marks_around(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The tokens that the tokenizer puts before and behind a text."""
     coded = tokenizer("a", return_special_tokens_mask=True)
     before, behind = (
         [id_ for id_, _ in takewhile(itemgetter(1), zip(ids, marks, strict=True))]
@@ -200,7 +197,7 @@ def _marks_around(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """SHA-256 of what the tokenizer makes of texts: its rules where they can be written down, else its entries."""
+    """Hash a tokenizer (SHA-256): its rules where they can be written down, else its entries."""
     rules = getattr(tokenizer, "backend_tokenizer", None)
     if rules is None:
         text = json.dumps(tokenizer.get_vocab(), sort_keys=True)

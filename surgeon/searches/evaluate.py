@@ -33,7 +33,7 @@ from surgeon.models.edit import program_of, require_unedited
 from surgeon.models.weights import FactorSource, TruncatedSVD
 from surgeon.progress import require_time
 from surgeon.quality.data import Windows
-from surgeon.quality.head import ByWindow, OutputHead, TextReferences, joined, one_after_the_other
+from surgeon.quality.head import ByWindow, OutputHead, TextReferences, concatenate_windows, join_measures
 from surgeon.quality.summary import Quality, Values, quality_of
 
 BLOCK = 64  # tokens, at least, in what is compared
@@ -223,7 +223,7 @@ class Evaluator:
         if "blocks" in best.windows:
             own = _blocks(parts)
             return self.race.is_lost(own, best.by_window("blocks")[: len(own)], self.blocks)
-        own = joined(parts)[1]  # windows are many, or the best was measured by something else
+        own = join_measures(parts)[1]  # windows are many, or the best was measured by something else
         return self.race.is_lost(own, best.by_window("divergence")[: len(own)])
 
     def _options(
@@ -265,7 +265,7 @@ class Evaluator:
         stay_below(self.memory)
 
     def _summary(self, parts: list[ByWindow], best: Quality | None) -> Quality:
-        values = {name: tensor.numpy() for name, tensor in one_after_the_other(parts).items() if name != "blocks"}
+        values = {name: tensor.numpy() for name, tensor in concatenate_windows(parts).items() if name != "blocks"}
         if self.blocks > 1:
             values["blocks"] = _blocks(parts)
         count = len(values["nll"])

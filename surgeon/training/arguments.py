@@ -1,4 +1,4 @@
-"""From settings to transformers' TrainingArguments, and what a user adds to them."""
+"""From settings to transformers' TrainingArguments, and arguments that a user adds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 from argparse import ArgumentError, Namespace
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,31 +21,25 @@ from surgeon.errors import first_line
 from surgeon.gpus import avoid_cudnn_attention, describe_gpu
 from surgeon.opened import choose_device
 from surgeon.training.settings import TrainSettings, check_taken, check_trainer_arguments
-from surgeon.training.sharding import check_sharding, load_whole
+from surgeon.training.sharding import check_sharding, read_all_weights
 
 _OF_OPTIMISERS = ("optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon")
 
 
 class OneDevice(TrainingArguments):
-    """Arguments of a process that computes on one device, however many its machine has.
+    """Arguments of a process that computes on one device, however many there are.
 
-    transformers' own would have it replicate the model on all of them (nn.DataParallel), which takes the batch of each
-    device for the batch, and loses what watches the model's streams. Several devices take a process each.
+    transformers' own replicate the model on all devices (nn.DataParallel), take the batch of each for the batch, and
+    lose hooks on the model's streams. Several devices take a process each.
     """
 
     @property
     def n_gpu(self) -> int:
-        """How many GPUs this process uses, 1 or none."""
         return min(1, int(super().n_gpu))
 
 
-@cache
-def _defaults() -> dict[str, Any]:
-    return {each.name: each.default for each in fields(TrainingArguments) if each.init}
-
-
 def parse_trainer_arguments(texts: Iterable[str] | Mapping[str, Any] | None) -> dict[str, Any]:
-    """Arguments of TrainingArguments from texts like "gradient_checkpointing=true"; by name they are themselves.
+    """Parse arguments of TrainingArguments from texts like "gradient_checkpointing=true"; a mapping is copied.
 
     Raises:
         ValueError: if one has no "=", is unknown, is not taken (`check_taken`), or its value cannot be read.
@@ -65,10 +58,10 @@ def parse_trainer_arguments(texts: Iterable[str] | Mapping[str, Any] | None) -> 
 
 
 def read_trainer_argument(name: str, value: str) -> Any:
-    """The value of one of TrainingArguments' arguments from its text, by the type that the argument has.
+    """Read the value of one of TrainingArguments' arguments from its text, by the argument's type.
 
     Raises:
-        ValueError: if there is no such argument, it is not taken whatever else is given, or the value cannot be read.
+        ValueError: if there is no such argument, it is not taken, or the value cannot be read.
     """
     check_taken(name)
     kind: Any = TrainingArguments
@@ -87,10 +80,10 @@ def training_arguments(
     micro_batch: int,
     device: str = "cpu",
 ) -> TrainingArguments:
-    """The arguments of a run.
+    """Make the arguments of a run.
 
     Args:
-        folder: for its checkpoints.
+        folder: of the run.
         steps: of the optimiser.
         micro_batch: windows per forward pass of one process.
         device: "cpu" or "cuda".
@@ -157,10 +150,11 @@ def training_arguments(
 
 
 def _require_heard(arguments: TrainingArguments, given: Mapping[str, Any]) -> None:
-    """Refuse what is said of the optimiser and does nothing with the one that is chosen."""
+    """Refuse arguments that do nothing with the chosen optimiser."""
+    defaults = {each.name: each.default for each in fields(TrainingArguments) if each.init}
     for name in [name for name in _OF_OPTIMISERS if name in given]:
         others = copy.copy(arguments)
-        setattr(others, name, _defaults()[name])
+        setattr(others, name, defaults[name])
         if getattr(arguments, name) == getattr(others, name):
             continue
         try:
@@ -174,18 +168,13 @@ def _require_heard(arguments: TrainingArguments, given: Mapping[str, Any]) -> No
 
 
 def _configuration(given: Any) -> dict[str, Any]:
-    """A configuration that is given as values, as JSON, or as a file of JSON."""
     if isinstance(given, str):
         given = json.loads(given) if given.startswith("{") else read_json(Path(given))
     return dict(given or {})
 
 
 def share_of_batch(settings: TrainSettings, processes: int) -> int:
-    """How many windows of a batch one process has, or the micro-batch if that is asked for.
-
-    Raises:
-        ValueError: if the processes and their micro-batches do not divide the batch.
-    """
+    """Number of windows of a batch that one process has, or the micro-batch if that is given."""
     if settings.batch % processes:
         raise ValueError(f"{processes} processes cannot share a batch of {settings.batch} windows; change the batch")
     share = min(settings.batch // processes, settings.micro_batch or settings.batch)
@@ -198,29 +187,24 @@ def share_of_batch(settings: TrainSettings, processes: int) -> int:
 
 
 def join_processes(device: str) -> tuple[PartialState, str]:
-    """The processes of a run, one or those that accelerate or torchrun have started, and what they compute on.
+    """Join the processes of a run, one or those of accelerate or torchrun, and choose their device.
 
     Args:
         device: "cpu", "cuda", or "auto" for the latter where there is one.
-
-    Raises:
-        ValueError: if there is no such device.
     """
     avoid_cudnn_attention()
-    load_whole()
+    read_all_weights()
     where = choose_device(device)
     return PartialState(cpu=where == "cpu"), where
 
 
 def describe_devices(processes: PartialState, where: str) -> str:
-    """What the processes of a run compute on, for people; empty where that is a CPU."""
+    """Describe the devices of a run for people; empty for a CPU."""
     if where == "cpu":
         return ""
     if processes.num_processes > 1:
         return f"on {processes.num_processes} GPUs, one for each process"
-    alone = torch.cuda.device_count() == 1
-    if alone:
-        how = ""
-    else:
-        how = "; accelerate launch or torchrun trains on several, CUDA_VISIBLE_DEVICES chooses another one"
-    return f"on {describe_gpu(torch.device('cuda', 0))}{how}"
+    on_gpu = f"on {describe_gpu(torch.device('cuda', 0))}"
+    if torch.cuda.device_count() == 1:
+        return on_gpu
+    return f"{on_gpu}; accelerate launch or torchrun trains on several, CUDA_VISIBLE_DEVICES chooses another one"

@@ -1,9 +1,9 @@
-"""The balance of a mixture's experts: a loss by which routers spread tokens, where the configuration asks for it.
+"""The load-balancing loss of a mixture's experts, where the configuration asks for it.
 
 A router that is left to itself sends most tokens to few experts, and the others learn nothing. The loss is that of
 Switch Transformers (Fedus et al. 2021, arXiv 2101.03961, equations 4 to 6), over all layers together, as `transformers`
-adds it where `output_router_logits` is true; its weight is `router_aux_loss_coef`. Here layers may have kept some of
-their experts only: those with equally many are taken together.
+adds it where `output_router_logits` is true; its weight is `router_aux_loss_coef`. Layers that kept different numbers
+of experts are taken together by that number.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from surgeon.models.edited_layers import ASKS_FOR_ROUTERS, EditedLayers
 
 
 class ExpertBalance:
-    """What is added to the loss of a model, for the sake of its experts.
+    """The balance loss of a model's experts.
 
     Attributes:
         weight: of the loss; 0 where the configuration asks for none, or no router is trained.
 
     Args:
-        model: edited; or what is wrapped around one.
+        model: edited, or a wrapper of an edited one.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -48,7 +48,7 @@ class ExpertBalance:
 
     @contextmanager
     def watched(self) -> Iterator[list[Tensor]]:
-        """What the routers of the next forward pass give, (tokens, experts) each; nothing where nobody asks."""
+        """Collect the router logits of the next forward pass, (tokens, experts) each; nothing where the weight is 0."""
         seen: list[Tensor] = []
 
         def keep(_: nn.Module, __: Any, output: Any) -> None:
@@ -60,11 +60,7 @@ class ExpertBalance:
             yield seen
 
     def loss(self, seen: Sequence[Tensor]) -> Tensor:
-        """`balance_loss` of what was seen.
-
-        Raises:
-            ValueError: if nothing was seen, or without what a gradient needs.
-        """
+        """Compute `balance_loss` of collected logits."""
         if not any(each.requires_grad for each in seen):
             raise ValueError(
                 "the choices of routers were not seen, as when a model is compiled, or its checkpointed passes are "
@@ -88,9 +84,8 @@ def balance_loss(logits: Sequence[Tensor], top_k: int) -> Tensor:
     """The experts' share of tokens times their share of scores, summed, times their number: k where all are alike.
 
     Args:
-        logits: of each layer, (tokens, experts); several layers may have different numbers of experts, whose losses
-            then count by their layers.
-        top_k: how many experts a token is sent to, k.
+        logits: of each layer, (tokens, experts); layers with different numbers of experts count by their layers.
+        top_k: experts of a token, k.
 
     Returns:
         A number, whose gradient is that of the scores.

@@ -1,4 +1,4 @@
-"""The checkpoints of a run while it goes on: each is there whole or not at all, whenever the run is killed."""
+"""Checkpoints of a run in progress: each is whole or not there, whenever the run is killed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+from accelerate import PartialState
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -38,17 +39,15 @@ _HASHED_BYTES = 1 << 20  # files up to this size; a damaged larger one is notice
 
 
 def checkpoints_of(folder: Path) -> dict[int, Path]:
-    """The checkpoints of a run by the steps it had made, in their order."""
+    """List a run's checkpoints by their steps, in order; none without a folder."""
+    if not folder.is_dir():
+        return {}
     found = {int(match[1]): path for path in folder.iterdir() if (match := _CHECKPOINT.fullmatch(path.name))}
     return dict(sorted(found.items()))
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The last checkpoint of a run that is whole, None where there is none at all; warns of later ones that are not.
-
-    Raises:
-        ValueError: if none is whole, naming what the last one lacks.
-    """
+    """Find the last whole checkpoint of a run, None where there is none at all; warns of later damaged ones."""
     faults: dict[Path, str] = {}
     for path in reversed(checkpoints_of(folder).values()):
         fault = fault_of(path)
@@ -64,13 +63,6 @@ def newest_checkpoint(folder: Path) -> Path | None:
             f"remove {folder} to begin the run again"
         )
     return None
-
-
-def step_of(checkpoint: Path) -> int:
-    """How many steps the run had made when this checkpoint was written."""
-    match = _CHECKPOINT.fullmatch(checkpoint.name)
-    assert match is not None
-    return int(match[1])
 
 
 def remove_checkpoint(path: Path) -> None:
@@ -91,12 +83,8 @@ def remove_partial(folder: Path) -> None:
 
 
 @contextmanager
-def beside_others() -> Iterator[None]:
-    """Say it where another process of the run is there no more, of which one hears by a connection that broke.
-
-    Raises:
-        OSError: in the place of that error.
-    """
+def naming_ended_process() -> Iterator[None]:
+    """Replace the error of a broken connection by one that says that another process has ended."""
     try:
         yield
     except RuntimeError as error:
@@ -110,20 +98,21 @@ def _have_ended(error: BaseException) -> bool:
 
 
 class RunCheckpoints(TrainerCallback):
-    """The checkpoints of a run that goes on: which are there, which is the best, which are removed.
+    """Publishes a run's checkpoints, keeps the best one, and removes those that are not needed.
 
-    Of several processes the first publishes and removes them; the others look on.
+    The Trainer writes into a staging folder. Of several processes the first publishes and removes.
 
     Attributes:
         folder: of the run.
-        staging: where the next one is written, until it is whole.
-        most: how many are there at most, the best one among them.
+        staging: where checkpoints are written, the Trainer's output folder.
+        most: checkpoints that are kept at most, the best one among them.
         keeps_best: whether the best weights are kept, and loaded at the end.
     """
 
     def __init__(self, arguments: TrainingArguments) -> None:
         self.folder = Path(str(arguments.output_dir))
         self.staging = self.folder / _SAVING
+        arguments.output_dir = str(self.staging)
         self.keeps_best = bool(arguments.load_best_model_at_end)
         limit = arguments.save_total_limit
         self.most = math.ceil(arguments.max_steps / max(1, int(arguments.save_steps)))
@@ -131,46 +120,51 @@ class RunCheckpoints(TrainerCallback):
             self.most = min(self.most, max(2 if self.keeps_best else 1, limit))
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:  # noqa: ARG002
-        """Refuse to go on without the best weights, and remove what a run that was killed had not come to."""
+        """Refuse to go on without the best weights, and remove checkpoints that a killed run had not come to."""
         self.require_best(state)
         if args.should_save:
             self._remove_needless(state)
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:  # noqa: ARG002
-        """At the end of the run, just before the best weights are loaded: else the last ones were taken for them."""
+        """Refuse to end without the best weights, which are loaded next: else the last ones were taken for them."""
         self.require_best(state)
+
+    def on_save(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:  # noqa: ARG002
+        """Publish the checkpoint once every process has written its part."""
+        self.name_best(state)
+        processes = PartialState()
+        processes.wait_for_everyone()
+        if args.should_save:
+            self.publish(state)
+        processes.wait_for_everyone()
+
+    def clear(self) -> None:
+        shutil.rmtree(self.staging, ignore_errors=True)
 
     def require_room(self, model: Any, frozen: bool = False) -> None:
         """Refuse a run whose checkpoints the disk cannot hold.
 
         Args:
-            frozen: whether they have the parameters that are not trained, too.
-
-        Raises:
-            OSError: with the folder, what is needed, and what is there.
+            frozen: whether checkpoints have frozen parameters, too.
         """
         at_once = self.most + 1  # the oldest is removed when the newest is whole
-        there = len(checkpoints_of(self.folder)) if self.folder.is_dir() else 0
-        check_space(self.folder, max(1, at_once - there) * checkpoint_bytes(model, frozen))
+        check_space(self.folder, max(1, at_once - len(checkpoints_of(self.folder))) * checkpoint_bytes(model, frozen))
 
     def until(self, step: int) -> dict[int, Path]:
-        """The checkpoints up to the step that the run is at; later ones are broken, and will be made again."""
-        there = checkpoints_of(self.folder) if self.folder.is_dir() else {}
-        return {each: path for each, path in there.items() if each <= step}
+        """Checkpoints up to a step; later ones are broken, and will be made again."""
+        return {each: path for each, path in checkpoints_of(self.folder).items() if each <= step}
 
     def name_best(self, state: TrainerState) -> Path | None:
-        """Say in the run's state where the best checkpoint is: where this run's are, wherever they were before."""
-        best = state.best_global_step if self.keeps_best else None
-        found = self.folder / f"checkpoint-{best}" if best else None
-        state.best_model_checkpoint = None if found is None else str(found)
-        return found
+        """Set the best checkpoint's path in the run's state, in this run's folder; None without one."""
+        state.best_model_checkpoint = None
+        if not (self.keeps_best and state.best_global_step):
+            return None
+        best = self.folder / f"checkpoint-{state.best_global_step}"
+        state.best_model_checkpoint = str(best)
+        return best
 
     def require_best(self, state: TrainerState) -> None:
-        """Refuse to go on where the best checkpoint is not whole.
-
-        Raises:
-            ValueError: naming it, and what it lacks.
-        """
+        """Refuse to go on where the best checkpoint is not whole."""
         best = self.name_best(state)
         if best is None:
             return
@@ -179,10 +173,7 @@ class RunCheckpoints(TrainerCallback):
             raise ValueError(f"{best} has the best weights: {fault}; remove {self.folder} to begin again")
 
     def publish(self, state: TrainerState) -> None:
-        """Give the checkpoint that every process has written its name, and remove those that are not needed any more.
-
-        It is completed by the run's state, and at last by what belongs to it.
-        """
+        """Complete the written checkpoint by the run's state and its manifest, give it its name, and remove others."""
         written = self.staging / f"checkpoint-{state.global_step}"
         state.save_to_json(str(written / STATE_FILE))
         write_manifest(written)
@@ -199,7 +190,7 @@ class RunCheckpoints(TrainerCallback):
 
 
 class EarlyEnd(EarlyStoppingCallback):
-    """Early stopping that a run which goes on takes up where it was; also where it was at its end."""
+    """Early stopping that resumes with a run, also at its end."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -213,29 +204,29 @@ class EarlyEnd(EarlyStoppingCallback):
 
 
 def trained_parameters(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that are trained, by name; each once."""
+    """Iterate over the trained parameters by name, each once."""
     return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
 
 
 def checkpoint_bytes(model: Any, frozen: bool = False) -> int:
-    """About as many bytes as a checkpoint takes: what is trained, and what Adam keeps of it; and what is frozen."""
+    """Estimate a checkpoint's size: trained parameters with Adam's state, and frozen ones."""
     trained = sum(one.numel() * one.element_size() for _, one in trained_parameters(model))
     every = sum(one.numel() * one.element_size() for one in model.parameters()) if frozen else trained
     return every + _STATES_OF_ADAM * trained
 
 
 def write_trained(model: Any, folder: Path) -> None:
-    """Write what is trained of a model as the Trainer reads it again; what is frozen follows from the model itself."""
+    """Write the trained parameters in the Trainer's format; frozen ones follow from the model itself."""
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(model, PeftModel):
         # Whether the vocabulary has changed would be looked up on the hub.
         model.save_pretrained(str(folder), save_embedding_layers=False)
     else:
-        save_file(unshared(dict(trained_parameters(model))), folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        save_file(drop_shared(dict(trained_parameters(model))), folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
-def unshared(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors as safetensors writes them: in one piece; one that shares its numbers with an earlier one is left out."""
+def drop_shared(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Make tensors contiguous for safetensors; of those that share memory the first is kept."""
     found = set[tuple[int, Any]]()
     unique: dict[str, Tensor] = {}
     for name, value in state.items():
@@ -248,11 +239,11 @@ def unshared(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 @contextmanager
-def readable(checkpoint: str | None) -> Iterator[None]:
-    """Say which checkpoint cannot be read.
+def naming_unreadable(checkpoint: str | None) -> Iterator[None]:
+    """Name a checkpoint that cannot be read.
 
-    Its pickles are never loaded but with `weights_only`, which refuses code; except for the list of what lies where in
-    shares of FSDP (`.metadata`), of which PyTorch knows no other way.
+    Its pickles are only loaded with `weights_only`, which refuses code, but for FSDP's list of shards (`.metadata`),
+    for which PyTorch has no other way.
     """
     try:
         yield
@@ -266,7 +257,7 @@ def readable(checkpoint: str | None) -> Iterator[None]:
 
 
 def write_manifest(checkpoint: Path) -> None:
-    """Say in a checkpoint which files it has: their sizes, and the SHA-256 of small ones."""
+    """List a checkpoint's files in it, with sizes, and the SHA-256 of small ones."""
     (checkpoint / MANIFEST_FILE).unlink(missing_ok=True)
     listed: dict[str, dict[str, int | str]] = {}
     for path in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
@@ -277,7 +268,7 @@ def write_manifest(checkpoint: Path) -> None:
 
 
 def fault_of(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, as in "optimizer.pt is missing"; None where it is whole."""
+    """Describe what is wrong with a checkpoint, as in "optimizer.pt is missing"; None where it is whole."""
     if not (checkpoint / MANIFEST_FILE).is_file():
         return f"{MANIFEST_FILE} is missing"
     try:

@@ -1,10 +1,9 @@
-"""The loss of a model, computed where its output head would make logits, so that these never are there as a whole.
+"""The loss of a model, computed at its output head, so that logits are never in memory as a whole.
 
-With a large vocabulary a batch's logits take more memory than all else in training. The gradient of a loss is known as
-soon as it is, so that the head goes through the stream some tokens at a time: from logits to their
-gradient, and at once to that of the stream and of the matrix, which are all that is kept for the backward pass. That
-takes as many matrix products as it takes with whole logits (so does Liger-Kernel: Hsu et al. 2024, arXiv 2410.10989,
-section 3.2), and none for tokens at which nothing is predicted.
+With a large vocabulary a batch's logits take more memory than all else in training. The head goes through the stream
+some tokens at a time: from logits to their gradient, and at once to that of the stream and of the matrix, which are all
+that is kept for the backward pass. That takes as many matrix products as with whole logits (as in Liger-Kernel: Hsu et
+al. 2024, arXiv 2410.10989, section 3.2), and none for tokens at which nothing is predicted.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from importlib.util import find_spec
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,38 +21,19 @@ from transformers import PreTrainedModel
 
 from surgeon.models.weights.store import dense
 from surgeon.quality.head import BLOCK_BYTES, OutputHead
-from surgeon.training.packing import IGNORED
 from surgeon.training.texts import model_inputs
+from surgeon.training.token_store import IGNORED
 
-LEAST_ROWS = 8  # of a block
-
-
-class TeacherRows(Protocol):
-    """What a teacher predicts for some tokens, at hand."""
-
-    def compare(self, rows: slice, log_q: Tensor) -> tuple[Tensor, Tensor]:
-        """The divergence of a student from the teacher, token by token.
-
-        Args:
-            rows: which of the tokens.
-            log_q: (rows, vocabulary), the log-softmax of the student's logits divided by the temperature, of at least
-                32 bits.
-
-        Returns:
-            The divergence in nats, (rows,), and its gradient for the divided logits, (rows, vocabulary).
-        """
-
-
-class TeacherTarget(Protocol):
-    """What a teacher predicts for all tokens of a micro-batch."""
-
-    def at(self, rows: Tensor) -> TeacherRows:
-        """For some of them, by their numbers, (rows,)."""
+# From a model and a micro-batch to its mean loss under "loss", in nats per predicted token, with its gradient, and the
+# loss's parts by their names. A micro-batch has `input_ids` and `labels`, (windows, tokens), and `position_ids` where
+# documents are apart; and, (windows,), the `index` of each training window and its `place` in the run's order: step s
+# has places from s * batch on.
+LossParts = Callable[[nn.Module, Mapping[str, Any]], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class TeacherStream:
-    """A teacher's predictions as its stream before the head; logits of some tokens are made as they are asked for.
+    """A teacher's predictions as its stream before the head; logits of some tokens are made on demand.
 
     Attributes:
         head: the teacher's.
@@ -86,6 +66,16 @@ class FullLogits:
         return replace(self, logits=self.logits[rows])
 
     def compare(self, rows: slice, log_q: Tensor) -> tuple[Tensor, Tensor]:
+        """Compare a student with the teacher, token by token.
+
+        Args:
+            rows: of the tokens.
+            log_q: (rows, vocabulary), the log-softmax of the student's logits divided by the temperature, in at least
+                32 bits.
+
+        Returns:
+            The divergence in nats, (rows,), and its gradient for the divided logits, (rows, vocabulary).
+        """
         if self.logits.shape[1] != log_q.shape[1]:
             raise ValueError(
                 f"the teacher has a vocabulary of {self.logits.shape[1]:,} tokens and the student one of "
@@ -100,15 +90,15 @@ class FullLogits:
 
 @dataclass(frozen=True)
 class TopLogits:
-    """The largest log-probabilities of a teacher, and what the others have together.
+    """The largest log-probabilities of a teacher, and the total of the others.
 
     The divergence is that over the kept tokens and one more, which stands for all others: by the log-sum inequality it
     is never above the divergence over the full vocabulary, and with all tokens kept it is that.
 
     Attributes:
-        ids: (tokens, kept), which of the vocabulary.
+        ids: (tokens, kept), of the vocabulary.
         log_p: (tokens, kept), of softmax(t / T).
-        rest: (tokens,), the logarithm of what the others have together.
+        rest: (tokens,), the logarithm of the others' total.
     """
 
     ids: Tensor
@@ -117,11 +107,7 @@ class TopLogits:
 
     @classmethod
     def of(cls, logits: Tensor, kept: int, temperature: float) -> TopLogits:
-        """The largest ones of logits, (tokens, vocabulary).
-
-        Raises:
-            ValueError: if the vocabulary has fewer.
-        """
+        """Take the largest of logits, (tokens, vocabulary)."""
         vocabulary = logits.shape[-1]
         if kept > vocabulary:
             raise ValueError(f"the teacher's vocabulary has {vocabulary:,} tokens; keep at most as many, not {kept:,}")
@@ -146,18 +132,22 @@ class TopLogits:
         return divergence, gradient.scatter_add_(-1, ids, -p)
 
 
+TeacherRows = FullLogits | TopLogits  # what a teacher predicts for some tokens, at hand
+TeacherTarget = TeacherStream | TeacherRows  # of all tokens of a micro-batch
+
+
 @dataclass(frozen=True)
 class LogitsTask:
-    """What some logits are held against.
+    """Targets of some logits.
 
     Attributes:
-        target: the teacher's predictions; None where they are not asked for.
+        target: the teacher's predictions; None without a teacher.
         labels: (tokens,), the token that each is to predict, or IGNORED.
         temperature: T.
-        logits: the weight of the divergence from the teacher, which is multiplied by T^2 (Hinton et al. 2015,
-            "Distilling the Knowledge in a Neural Network", arXiv 1503.02531, section 2.1), so that its gradient does
-            not shrink as T grows.
-        text: the weight of the negative log-likelihood of the labels.
+        logits: weight of the divergence from the teacher, which is multiplied by T^2 (Hinton et al. 2015, "Distilling
+            the Knowledge in a Neural Network", arXiv 1503.02531, section 2.1), so that its gradient does not shrink as
+            T grows.
+        text: weight of the negative log-likelihood of the labels.
     """
 
     target: TeacherTarget | None
@@ -168,15 +158,15 @@ class LogitsTask:
 
     @property
     def rows(self) -> Tensor:
-        """The numbers of the tokens whose logits are needed, (rows,)."""
+        """Numbers of the tokens whose logits are needed, (rows,)."""
         asks = self.target is not None or bool(self.text)
         return ((self.labels != IGNORED) & asks).nonzero()[:, 0]
 
     def become_gradient(self, rows: Tensor, logits: Tensor, head: OutputHead) -> Tensor:
-        """Put the gradient of the loss of some tokens where their logits are.
+        """Replace logits by the gradient of their tokens' loss.
 
         Args:
-            rows: their numbers, (rows,), of such as are to predict something.
+            rows: numbers of the tokens, (rows,), of which each predicts something.
             logits: (rows, vocabulary), of the student's matrix product, which its head then scales and caps.
 
         Returns:
@@ -226,14 +216,14 @@ def _times(slope: Tensor, weight: float) -> Tensor:
 
 
 def blocks(logits: Tensor) -> Iterator[slice]:
-    """Rows of logits, (tokens, vocabulary), some at a time, so that what is made of them stays small."""
+    """Blocks of rows of logits, (tokens, vocabulary), that fit the memory limit."""
     limit = BLOCK_BYTES.get(logits.device.type, BLOCK_BYTES["cpu"])
     rows = max(LEAST_ROWS, limit // (4 * logits.shape[1]))
     return (slice(start, start + rows) for start in range(0, len(logits), rows))
 
 
 def _without(log_p: Tensor, ids: Tensor) -> Tensor:
-    """Log-probabilities, (tokens, vocabulary), with nothing left of some of them, (tokens, kept)."""
+    """Log-probabilities, (tokens, vocabulary), with some of them, (tokens, kept), set to -inf."""
     return log_p.scatter(-1, ids, -torch.inf)
 
 
@@ -247,8 +237,8 @@ class HeadLoss(NamedTuple):
 
     Attributes:
         loss: weighted, with its gradient.
-        divergence: times T^2; without a gradient, as the next.
-        nll: negative log-likelihood.
+        divergence: times T^2; without a gradient.
+        nll: negative log-likelihood, without a gradient.
     """
 
     loss: Tensor
@@ -257,12 +247,12 @@ class HeadLoss(NamedTuple):
 
 
 def loss_at_head(model: nn.Module, windows: Mapping[str, Tensor], ask: Callable[[], LogitsTask]) -> HeadLoss:
-    """What a forward pass comes to. It is computed inside the pass, where sharded parameters are whole.
+    """Compute the loss of a forward pass, inside the pass, where sharded parameters are whole.
 
     Args:
-        model: a causal language model, or whatever wraps it (DDP, FSDP, peft); it is called once.
+        model: a causal language model or a wrapper of it (DDP, FSDP, peft); it is called once.
         windows: as the model takes them.
-        ask: what logits are held against; called when the stream has come to the head.
+        ask: gives the targets; called when the stream has come to the head.
 
     Raises:
         ValueError: if the output projection is no plain linear map.
@@ -283,11 +273,7 @@ def loss_at_head(model: nn.Module, windows: Mapping[str, Tensor], ask: Callable[
 
 
 def loss_of_stream(stream: Tensor, head: OutputHead, task: LogitsTask) -> HeadLoss:
-    """What a normed stream, (tokens, hidden), comes to.
-
-    Raises:
-        ValueError: if the teacher has another vocabulary.
-    """
+    """Compute the loss of a normed stream, (tokens, hidden)."""
     kind = stream.device.type
     half = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
     if kind == "cuda" and not half and task.target is None and len(task.rows) and find_spec("liger_kernel"):
@@ -296,7 +282,7 @@ def loss_of_stream(stream: Tensor, head: OutputHead, task: LogitsTask) -> HeadLo
 
 
 def by_liger(stream: Tensor, head: OutputHead, task: LogitsTask) -> HeadLoss:
-    """The same of a text alone by Liger-Kernel, whose kernels go over a chunk of logits once.
+    """Compute a text's loss by Liger-Kernel, whose kernels go over a chunk of logits once.
 
     It scales no logits, so that stream and bias are scaled; it caps them as a head does.
     """
@@ -325,14 +311,14 @@ def text_loss(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def next_tokens(labels: Tensor) -> Tensor:
-    """What each token of windows is to predict, of labels that say which tokens are predicted, (windows, tokens)."""
+    """Shift labels, (windows, tokens), to the tokens that predict them."""
     return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
 class _LossInPlaceOfLogits:
-    """An output head's forward pass: logits, but where a loss is asked for.
+    """An output head's forward pass: logits, or the loss where one is asked for.
 
-    It stays in its place, since a compiled model would not see it come and go.
+    It stays in place, since a compiled model would not see it come and go.
     """
 
     ask: Callable[[], LogitsTask] | None = None
@@ -356,8 +342,6 @@ class _LossInPlaceOfLogits:
 
 
 class _KnownGradient(torch.autograd.Function):
-    """A loss whose gradient is computed with it."""
-
     @staticmethod
     def forward(
         ctx: Any, stream: Tensor, weight: Tensor, bias: Tensor | None, head: OutputHead, task: LogitsTask
@@ -391,7 +375,7 @@ def _gradients(
     dtype: torch.dtype,
     needed: tuple[bool, ...],
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Divergence and negative log-likelihood, (2,), and the loss's gradients for stream, matrix and bias, or None."""
+    """Divergence and negative log-likelihood, (2,), and the loss's gradients for the inputs that need one."""
     inputs = (stream, weight, bias)
     sum_dtype = torch.promote_types(dtype, torch.float32)
     of_stream, of_weight, of_bias = gradients = [

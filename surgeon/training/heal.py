@@ -1,4 +1,4 @@
-"""Healing: an edited model is trained back; where it and its original come from, and what is written of it."""
+"""Healing: an edited model is trained back. Its sources, its checks, and the record of the result."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def open_to_heal(
     program: Program | str | None,
     teacher: str | Path | Model | None,
 ) -> tuple[EditedModel, EditedModel | None]:
-    """What is to be healed, and its original, None where that is not known; weights are read only for their hashes.
+    """Open the model to heal and its original, None where that is unknown; weights are read only for their hashes.
 
     Args:
         what: a recipe or its path (.yaml), a model with a program of the user's, or an edited checkpoint.
@@ -77,7 +77,7 @@ def _original(what: str | Path | Model, edited: EditedModel) -> EditedModel:
 
 
 def _made_from(edited: EditedModel) -> EditedModel | None:
-    """The model that a checkpoint was made of; None where its name, of a folder only the last part, finds none."""
+    """Open the model that a checkpoint was made of; None where its name finds none."""
     source = {} if edited.model.report is None else edited.model.report["source"]
     name = source.get("model")
     if not isinstance(name, str) or not (name == DEMO or hub_name(name) is not None):
@@ -92,14 +92,13 @@ def _made_from(edited: EditedModel) -> EditedModel | None:
 
 
 def _report(edited: EditedModel) -> dict[str, Any] | None:
-    """What surgeon.json says of an edited checkpoint that is healed as it is."""
     if edited.asked is None:
         return edited.model.report
     return None
 
 
 def program_to_heal(edited: EditedModel) -> Program:
-    """What an edited model runs, in the numbers of the original's layers."""
+    """An edited model's program, in the numbers of the original's layers."""
     report = _report(edited)
     if report is None:
         return edited.program
@@ -110,7 +109,7 @@ def check_shapes(edited: EditedModel, settings: TrainSettings, racks: Racks | No
     """Refuse an edit that cannot be trained, or written, before a text or a weight is read for it.
 
     Args:
-        form: that it is to be written in; None where that is not what is written.
+        form: to write; None for none.
 
     Raises:
         ValueError: as the code that trains and writes it.
@@ -125,13 +124,13 @@ def check_shapes(edited: EditedModel, settings: TrainSettings, racks: Racks | No
 
 
 def student_of(edited: EditedModel, packed: bool = False) -> PreTrainedModel:
-    """An edited model to be trained, on the CPU, its weights in 32 bits.
+    """Load an edited model to be trained, on the CPU, its weights in 32 bits.
 
     Args:
         packed: keep quantised matrices that are not edited as they are stored, for adapters on them.
 
     Raises:
-        NotProven: if it does not run the program that it is said to run.
+        NotProven: if it does not run its program.
         ValueError: if a fused checkpoint's layers cannot be told apart any more.
     """
     is_fused = edited.model.form is FUSED and edited.asked is None
@@ -144,7 +143,7 @@ def student_of(edited: EditedModel, packed: bool = False) -> PreTrainedModel:
 
 
 def check_adapter(student: PreTrainedModel, settings: TrainSettings, program: Program) -> None:
-    """Refuse, before it is trained, what could not be written as a base and an adapter.
+    """Refuse, before training, what could not be written as a base and an adapter.
 
     Args:
         program: the student's, in the numbers of the original's layers.
@@ -170,7 +169,7 @@ def check_adapter(student: PreTrainedModel, settings: TrainSettings, program: Pr
 
 
 def identity_of(edited: EditedModel, original: EditedModel | None) -> dict[str, Any]:
-    """What an edited model follows from, as JSON values."""
+    """Identity of an edited model, as JSON values."""
     return {
         "task": "heal",
         "model": edited.model.hash,
@@ -183,7 +182,7 @@ def identity_of(edited: EditedModel, original: EditedModel | None) -> dict[str, 
 def record_of(
     edited: EditedModel, original: EditedModel | None, texts: TrainTexts, settings: TrainSettings, found: TrainedModel
 ) -> dict[str, Any]:
-    """What is to be known of a run, as JSON values: run.json, and the checkpoint's own record."""
+    """Record of a run, as JSON values, for run.json and the checkpoint."""
     qualities = {"original": found.whole.original, "edited": found.whole.before, "healed": found.whole.after}
     record = (original or edited).model.provenance(
         seed=settings.seed,
@@ -196,7 +195,7 @@ def record_of(
 
 
 def training_of(edited: EditedModel, record: dict[str, Any]) -> Training:
-    """What the healed checkpoint says of its training; of the recipe without the place where its model lies here.
+    """Describe a healed checkpoint's training; its recipe names the model publicly.
 
     Args:
         record: of the run (`record_of`).

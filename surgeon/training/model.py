@@ -1,40 +1,45 @@
-"""A whole model is trained, as one or rack by rack; what came of it is written, and the run ended."""
+"""Training of a whole model, at once or rack by rack: options, messages, result and its checkpoint."""
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
+from accelerate import PartialState
 from pydantic import ConfigDict, Field, Strict
 from transformers import PreTrainedModel
 
-from surgeon.checkpoint.codas import Coda
 from surgeon.exports.in_memory import export, export_with_codas
 from surgeon.exports.prove import Proof
 from surgeon.language.program import Program
+from surgeon.quality.summary import Quality
+from surgeon.training.arguments import describe_devices
 from surgeon.training.racks.partition import Racks
-from surgeon.training.racks.run_files import NEVER, ProcessOptions, RacksToTrain, parse_averaging
+from surgeon.training.racks.run_files import NEVER, ProcessOptions, RacksToTrain, finish_racks, parse_averaging
 from surgeon.training.racks.supervisor import commands_by_hand, prepare, train_in_processes
-from surgeon.training.racks.trained import finish_racks, train_in_turn
+from surgeon.training.racks.task import RacksTrained, train_in_turn
 from surgeon.training.run import Trained, finish_run, train
 from surgeon.training.settings import TrainSettings
-from surgeon.training.texts import TrainTexts
+from surgeon.training.texts import TrainingText, TrainTexts
+from surgeon.training.token_store import IGNORED
 from surgeon.words import plural
 
 
 @dataclass(frozen=True)
 class RackOptions:
-    """How a model is cut by depth into racks, each with a loss of its own, and how these are trained.
+    """Options of training by racks: cuts by depth, and the processes of each.
 
     Attributes:
         ranges: of the program's layers, such as "0:4" and "4:8".
-        coda: how many layers a rack's coda has; every rack but the last predicts with one of its own.
+        coda: layers of a rack's coda; every rack but the last predicts with one of its own.
         processes: train all racks at once, a process each; else one after the other, to the same result.
-        average: with processes: average the codas over the racks "never", every so many steps, or "always".
-        ahead: with processes: how many micro-batches a rack may be ahead of the next one.
-        replicas: with processes: how many of them share each rack's batches.
+        average, ahead, replicas: of processes, as `ProcessOptions` has them.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # annotations are for where it is read from a file
@@ -51,7 +56,7 @@ class RackOptions:
             raise ValueError(f'the ranges of racks are several, as ["0:4", "4:8"], not {self.ranges!r}')
 
     def cut(self, program: Program) -> Racks:
-        """The racks of a program, in the numbers of the unedited model's layers.
+        """Cut a program into racks, in the numbers of the unedited model's layers.
 
         Raises:
             ValueError: if it cannot be cut like this, or these options do not go together.
@@ -65,7 +70,6 @@ class RackOptions:
 
     @property
     def process_options(self) -> ProcessOptions | None:
-        """How processes go about it; None where racks take turns."""
         if self.processes:
             return ProcessOptions(self.average, self.ahead, replicas=self.replicas)
         return None
@@ -76,30 +80,28 @@ class TrainedModel:
     """A model that was trained as one, or rack by rack.
 
     Attributes:
-        whole: as if it had been trained as one: the last rack's figures are the whole model's.
+        whole: the result as if it had been trained as one: the last rack's figures are the whole model's.
         folder: of the run.
-        method: what was trained, for people.
+        method: for people.
         racks: None where it was trained as one.
-        figures: of every rack.
-        codas: of every rack but the last.
+        parts: results of every rack, and codas.
     """
 
     whole: Trained
     folder: Path
     method: str
     racks: Racks | None = None
-    figures: tuple[Trained, ...] = ()
-    codas: tuple[Coda, ...] = ()
+    parts: RacksTrained | None = None
 
     def lines(self) -> Iterator[str]:
-        """What racks came to by their codas, for people."""
-        for rack, one in zip([] if self.racks is None else self.racks.texts[:-1], self.figures, strict=False):
+        if self.racks is None or self.parts is None:
+            return
+        for rack, one in zip(self.racks.texts[:-1], self.parts.results, strict=False):
             before = one.before.perplexity
             after = one.after.perplexity
             yield f"rack {rack}: perplexity by its coda {before:.4g} before, {after:.4g} after"
 
     def record(self, texts: TrainTexts, settings: TrainSettings) -> dict[str, Any]:
-        """What is to be known of the training beside the model's quality, as JSON values."""
         entries = {
             "method": self.method,
             **texts.record(),
@@ -109,8 +111,8 @@ class TrainedModel:
             "tokens": self.whole.tokens,
             "seconds": self.whole.seconds,
         }
-        if self.racks is not None:
-            each = zip(self.racks.texts, self.figures, strict=True)
+        if self.racks is not None and self.parts is not None:
+            each = zip(self.racks.texts, self.parts.results, strict=True)
             entries["racks"] = {
                 "coda": self.racks.depth,
                 "each": [{"layers": text} | one.to_json() for text, one in each],
@@ -118,7 +120,7 @@ class TrainedModel:
         return entries
 
     def write(self, output: Path, **options: Any) -> Proof:
-        """Write it as a checkpoint, with its adapters merged and its codas beside it.
+        """Write a checkpoint, with adapters merged and codas beside it.
 
         Args:
             options: as `surgeon.export` takes them.
@@ -129,16 +131,12 @@ class TrainedModel:
         """
         model = self.whole.merged()
         racks = self.racks
-        if racks is None:
+        if racks is None or self.parts is None:
             return export(model, output, **options)
-        return export_with_codas(model, output, racks.texts, racks.ends, racks.depth, self.codas, **options)
+        return export_with_codas(model, output, racks.texts, racks.ends, racks.depth, self.parts.codas, **options)
 
     def finish(self, record: dict[str, Any]) -> None:
-        """Complete the run's record and remove what only the run needed, once the checkpoint is written.
-
-        Raises:
-            OSError: if the folder cannot be written.
-        """
+        """Complete the run's record and remove what only the run needed, once the checkpoint is written."""
         if self.racks is None:
             finish_run(self.folder, record)
         else:
@@ -160,20 +158,19 @@ def train_model(
     seed: int | None = None,
     device: str = "cpu",
 ) -> TrainedModel | None:
-    """Train a model as `surgeon.training.run.train` does, or its racks; a run that was killed goes on where it was.
+    """Train a model as `surgeon.training.run.train` does, or its racks; a run that was killed resumes.
 
     Args:
         racks: of its program.
         processes: how racks are trained at once; None to train them in turn.
         by_hand: print how the processes of racks are started by hand, unless they are done.
-        seed: of what codas begin with; None for copies of the model's last layers.
+        seed: of the codas' first numbers; None for copies of the model's last layers.
 
     Returns:
-        What came of it; None in every process but the first, where there are several, and where racks are yet to be
-        started by hand.
+        None in all processes but the first, and where racks are yet to be started by hand.
 
     Raises:
-        ValueError, OSError: as `train`, and as `train_in_turn` and `train_in_processes` of racks.
+        ValueError, OSError: as `train`, `train_in_turn` and `train_in_processes`.
     """
     if racks is None:
         one = train(model, texts, settings, folder, original, program, dict(identity), device)
@@ -190,8 +187,81 @@ def train_model(
         found = train_in_turn(asked)
     else:
         found = train_in_processes(asked, processes)
-    last = found.results[-1]
     seconds = sum(result.seconds for result in found.results)
-    whole = Trained(last.steps, last.tokens, seconds, last.original, last.before, last.after, found.model)
+    whole = replace(found.results[-1], seconds=seconds, model=found.model)
     cut = f"rack by rack (layers {', '.join(racks.texts)}) with codas of {plural(racks.depth, 'layer')}"
-    return TrainedModel(whole, folder, f"{settings.method}, {cut}", racks, found.results, found.codas)
+    return TrainedModel(whole, folder, f"{settings.method}, {cut}", racks, found)
+
+
+_MARKS = ("\u27e6", "\u27e7")  # white square brackets, around what is learned
+_ROWS_AT_ONCE = 1000
+
+
+def learned_lines(text: TrainingText, tokenizer: Any, show_row: bool = False) -> list[str]:
+    """Describe how many tokens of a text are learned, where not all but the first of each window are.
+
+    Args:
+        show_row: add the first row, as text with what is learned of it between brackets.
+    """
+    lines = []
+    if "labels" in text.rows.column_names:
+        blocks = text.rows.select_columns("labels").with_format("numpy").iter(_ROWS_AT_ONCE)
+        learned = sum(int((block["labels"] != IGNORED).sum()) for block in blocks)
+        total = len(text) * text.window
+        lines.append(f"of the {total:,} tokens to train on, padding among them, {learned:,} are learned")
+    if show_row:
+        lines += [f"one row, what is learned of it between {' '.join(_MARKS)}:", _first_row(text, tokenizer)]
+    return lines
+
+
+def _first_row(text: TrainingText, tokenizer: Any) -> str:
+    """Decode the first document or conversation, with marks around what is learned of it."""
+    row = text.rows.with_format("numpy")[0]
+    ids = row["input_ids"]
+    learned = row.get("labels", row["input_ids"]) != IGNORED
+    if "position_ids" in row:
+        begins = np.flatnonzero(row["position_ids"] == 0)
+    else:
+        begins = np.zeros(1, int)
+    end = begins[1] if len(begins) > 1 else len(ids)
+    turns = np.flatnonzero(np.diff(learned[:end])) + 1  # from what is learned to what is not, and back
+    parts = [(tokenizer.decode(ids[first:last]), learned[first]) for first, last in pairwise([0, *turns, end])]
+    return "".join(f"{_MARKS[0]}{part}{_MARKS[1]}" if is_learned else part for part, is_learned in parts)
+
+
+def announce(
+    processes: PartialState,
+    where: str,
+    what: str,
+    texts: TrainTexts,
+    settings: TrainSettings,
+    tokenizer: Any,
+    show_row: bool = False,
+) -> None:
+    """Print once for all processes what is trained on what, and warn of notes on the texts."""
+    notes = (*texts.notes, *settings.notes_on(len(texts.training)))  # refuses too little text, in every process
+    if processes.is_main_process:
+        learned = learned_lines(texts.training, tokenizer, show_row)
+        say(f"{what}; {texts.line()}", *learned, describe_devices(processes, where))
+        for note in notes:
+            warnings.warn(note, stacklevel=1)
+
+
+def say_stages(stages: Mapping[str, Quality | None]) -> None:
+    """Print the model's quality at each stage."""
+    width = max(map(len, stages))
+    say(*(f"{stage:<{width}} {quality.line()}" for stage, quality in stages.items() if quality is not None))
+
+
+def say_proof(proof: Proof, whose: str) -> None:
+    """Print a proof; `whose` the program is."""
+    say(
+        f"proof: the program is {whose}; on {proof.tokens} random tokens the logits differ from the trained "
+        f"model's {proof.differ}."
+    )
+
+
+def say(*lines: str) -> None:
+    """Print lines on standard error, without empty ones."""
+    for line in filter(None, lines):
+        print(line, file=sys.stderr, flush=True)

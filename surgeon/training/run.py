@@ -1,4 +1,4 @@
-"""A model in memory is trained on text: to heal it after an edit, or from scratch."""
+"""Training of a model in memory on text: to heal it after an edit, or from scratch."""
 
 from __future__ import annotations
 
@@ -27,45 +27,42 @@ from surgeon.models.weights.quantised import PackedTensor
 from surgeon.processes.files import lock, make_folder, write_json
 from surgeon.progress import progress
 from surgeon.quality.summary import Quality
+from surgeon.quality.text import HeldOutQuality
 from surgeon.training.arguments import join_processes, share_of_batch, training_arguments
 from surgeon.training.checkpoints import (
     EarlyEnd,
-    beside_others,
     checkpoints_of,
+    naming_ended_process,
     newest_checkpoint,
     remove_checkpoint,
     remove_partial,
-    step_of,
 )
-from surgeon.training.distill.distiller import Distiller
-from surgeon.training.distill.teacher_logits import TeacherIdentity, keep_logits
-from surgeon.training.held_out import HeldOutQuality, Measure
+from surgeon.training.distiller import Distiller
+from surgeon.training.head_loss import LossParts
 from surgeon.training.run_log import RunLog
-from surgeon.training.scope import with_chosen
+from surgeon.training.scope import choose_or_adapt
 from surgeon.training.settings import TrainSettings
+from surgeon.training.teacher_logits import TeacherLogits
 from surgeon.training.texts import TrainTexts
-from surgeon.training.trainer import LossParts, ModelTrainer
+from surgeon.training.trainer import Measure, ModelTrainer
 
 RECORD_FILE = "run.json"
 TEACHER_FOLDER = "teacher"
 
 
 def run_folder(output: Path) -> Path:
-    """The folder of the run that writes a checkpoint: beside it."""
+    """The folder of a checkpoint's run, beside it."""
     return output.with_name(f"{output.name}.run")
 
 
 @contextmanager
-def alone(folder: Path, device: str) -> Iterator[None]:
+def lock_run(folder: Path, device: str) -> Iterator[None]:
     """Keep other runs out of a folder, which is made if it is not there.
 
-    Of several processes of one run the first does. Where a file system has no locks, nobody is kept out.
+    Of several processes the first does. Where a file system has no locks, nobody is kept out.
 
     Args:
-        device: "cpu" or "cuda"; where the processes compute.
-
-    Raises:
-        OSError: if another run is writing to it, or it cannot be written.
+        device: "cpu" or "cuda", of the processes.
     """
     if not PartialState(cpu=device == "cpu").is_main_process:
         yield
@@ -84,13 +81,13 @@ def alone(folder: Path, device: str) -> Iterator[None]:
 
 
 def open_run(folder: Path, identity: dict[str, Any]) -> Path | None:
-    """Begin a run in a folder, or go on with the one there, of which what was half written is removed.
+    """Begin a run in a folder, or resume the one there, without half-written files.
 
     Args:
         identity: what the run's weights depend on, as JSON values.
 
     Returns:
-        The last checkpoint of the Trainer's that is whole; None where the run begins.
+        The Trainer's last whole checkpoint; None where the run begins.
 
     Raises:
         ValueError: if the folder has a run of something else, naming the difference, or what is there is not whole.
@@ -111,18 +108,14 @@ def open_run(folder: Path, identity: dict[str, Any]) -> Path | None:
 
 
 def check_settings_kept(folder: Path, settings: TrainSettings) -> None:
-    """Refuse settings other than those of a run that the folder has, before its text is made."""
+    """Refuse settings other than those of the folder's run, before its text is made."""
     if (folder / RECORD_FILE).is_file():
         kept = read_record(folder).get("identity", {}).get("settings")
         require_same(folder, kept, json.loads(json.dumps(settings.to_json())))
 
 
 def require_same(folder: Path, before: Any, identity: dict[str, Any]) -> None:
-    """Refuse to take a run in a folder, which follows from one thing, for one that follows from another.
-
-    Raises:
-        ValueError: naming the innermost difference.
-    """
+    """Refuse a folder's run that follows from something else."""
     if before != identity:
         name, was, is_now = _difference("identity", before, identity)
         raise ValueError(
@@ -132,7 +125,6 @@ def require_same(folder: Path, before: Any, identity: dict[str, Any]) -> None:
 
 
 def _difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any]:
-    """The innermost value that differs: its name, what it was, and what it is now."""
     if not (isinstance(before, dict) and isinstance(now, dict)):
         return name, before, now
     inner = next(key for key in [*now, *before] if now.get(key) != before.get(key))
@@ -140,12 +132,7 @@ def _difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any]:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """What a run's folder says of the run.
-
-    Raises:
-        FileNotFoundError: if it is gone.
-        ValueError: if it is damaged.
-    """
+    """Read the record of a run from its folder."""
     if not (folder / RECORD_FILE).is_file():
         raise FileNotFoundError(
             f"{folder} has no {RECORD_FILE}, which says of what run it is; remove {folder} to begin the run again"
@@ -157,20 +144,17 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def add_to_record(folder: Path, record: dict[str, Any]) -> None:
-    """Add to what a run's folder says of the run, or replace what it says under the same names."""
+    """Add entries to a run's record, or replace them."""
     write_json(folder / RECORD_FILE, read_record(folder) | record)
 
 
 def finish_run(folder: Path, record: dict[str, Any]) -> None:
     """Complete the record of a run whose result is written, and remove its checkpoints and kept logits; tables stay.
 
-    Where it was killed in between, it may be called again.
+    It may be called again after a kill.
 
     Args:
-        record: what the run came to, as JSON values; added to what the record says already.
-
-    Raises:
-        OSError: if the folder cannot be written.
+        record: results of the run, as JSON values.
     """
     add_to_record(folder, record)
     for checkpoint in checkpoints_of(folder).values():
@@ -190,11 +174,11 @@ class Trained:
     Attributes:
         steps: that were made; fewer than asked for where it ended early.
         tokens: of training text, counted as often as they were seen.
-        seconds: that it took, measurements included.
-        original, before, after: quality on the held-out text, of the original (None where there is none), and of the
-            model before and after its training.
-        model: edited, trained; with its adapters, where there are any (`merged` has them in its matrices); None where
-            another process has it.
+        seconds: with measurements.
+        original, before, after: quality on the held-out text, of the original (None without one), and of the model
+            before and after its training.
+        model: edited, trained, with its adapters (`merged` has them in its matrices); None where another process has
+            it.
     """
 
     steps: int
@@ -206,21 +190,19 @@ class Trained:
     model: Any = None
 
     def to_json(self) -> dict[str, Any]:
-        """The numbers as JSON values."""
         numbers = {"steps": self.steps, "tokens": self.tokens, "seconds": self.seconds}
         original = None if self.original is None else self.original.to_json()
         return numbers | {"original": original, "before": self.before.to_json(), "after": self.after.to_json()}
 
     @classmethod
     def from_json(cls, entries: Mapping[str, Any]) -> Trained:
-        """The inverse of `to_json`."""
         qualities = {
             name: entries[name] and Quality.from_json(entries[name]) for name in ("original", "before", "after")
         }
         return cls(**{**entries, **qualities})
 
     def merged(self) -> PreTrainedModel:
-        """The model with its adapters merged into its matrices; they are gone from it then."""
+        """Merge the adapters into the model's matrices, in place."""
         for module in self.model.modules():
             base: Any = module.get_base_layer() if isinstance(module, LoraLayer) else None
             if isinstance(getattr(base, "weight", None), PackedTensor):
@@ -231,14 +213,14 @@ class Trained:
 
 @dataclass(frozen=True)
 class TrainingTask:
-    """What a model is trained towards, and judged by.
+    """Loss and measure of a training.
 
     Attributes:
-        held_out: measures it meanwhile.
-        towards: has its loss; None for the text's.
-        callbacks: are called by the Trainer, after those of the run itself.
-        uses_all: whether every parameter that is trained has a share in every loss. Processes that train a model
-            together then need not find out from its outputs, which a loss of streams inside it does not come from.
+        held_out: measures the model meanwhile.
+        towards: the loss; None for the text's.
+        callbacks: of the Trainer, after those of the run itself.
+        uses_all: whether every trained parameter has a share in every loss. Processes need not find that out from the
+            model's outputs then, which a loss of streams inside it does not come from.
     """
 
     held_out: Measure
@@ -258,22 +240,22 @@ def train(
     device: str = "cpu",
     task: TrainingTask | None = None,
 ) -> Trained | None:
-    """Train a model; a run that was killed goes on where it was.
+    """Train a model; a run that was killed resumes.
 
     Args:
-        model: edited (`surgeon.edit`; with the dense program if it is unedited), with numbers of at least 32 bits.
-            It is trained in place.
+        model: edited (`surgeon.edit`; with the dense program if it is unedited), with numbers of at least 32 bits. It
+            is trained in place.
         folder: for checkpoints, tables and TensorBoard's files.
-        original: loads what divergence is from, and what is distilled; None where it is not known. It is held only as
-            long as it is needed.
+        original: loads the original, for divergence and distillation; None where it is unknown. It is held only as long
+            as it is needed.
         program: the model's, in the numbers of the original's layers; by default the one that it runs.
-        identity: what the model follows from, as JSON values: another one's run in the folder is not gone on with.
-            Under "original" is the hash of the original.
+        identity: of the model, as JSON values: another one's run in the folder is not resumed. Under "original" is the
+            hash of the original.
         device: "cpu" or "cuda".
-        task: what the model is trained towards and judged by, where that is another thing than the text alone.
+        task: what the model is trained towards and judged by, instead of the text alone.
 
     Returns:
-        What came of it; None in every process but the first, where there are several.
+        None in every process but the first, where there are several.
 
     Raises:
         ValueError: if settings, text and model do not fit, or the folder has another run.
@@ -283,7 +265,7 @@ def train(
     if task is not None and settings.distillation is not None:
         raise ValueError("a model with a task of its own is not distilled as well; leave the distillation out")
     text = texts.training
-    with alone(folder, device), beside_others():
+    with lock_run(folder, device), naming_ended_process():
         steps = settings.steps_on(len(text))
         processes, _ = join_processes(device)
         share = share_of_batch(settings, processes.num_processes)
@@ -300,24 +282,21 @@ def train(
         broadcast_object_list(found, from_process=0)
         checkpoint = found[0]
         program = program or program_of(model)
-        task = task or _task_by(original, program, texts, settings, folder, known)
-        if task.uses_all and arguments.ddp_find_unused_parameters is None:
-            arguments.ddp_find_unused_parameters = False
-
         caches = model.config.use_cache
         for parameter in model.parameters():  # factors may be transposed, which cannot be shared out among processes
             parameter.data = parameter.data.contiguous()
         if settings.lora is not None:
             torch.manual_seed(settings.seed)  # adapters begin with random numbers
-        trained: Any = with_chosen(model, program, settings)
-
-        _share_passes(task.towards, trained, arguments)
+        trained: Any = choose_or_adapt(model, program, settings)
+        task = task or _task_by(original, program, texts, settings, folder, known, trained, arguments)
+        if task.uses_all and arguments.ddp_find_unused_parameters is None:
+            arguments.ddp_find_unused_parameters = False
         trainer = ModelTrainer(trained, arguments, text, task.held_out, task.towards)
         is_first = bool(arguments.should_save)
         tokens = settings.batch * text.window
         log = RunLog(folder if is_first else None, tokens)
         trainer.add_callback(log)
-        done = 0 if checkpoint is None else step_of(checkpoint)
+        done = 0 if checkpoint is None else int(checkpoint.name.removeprefix("checkpoint-"))
         if is_first:
             with needs_extra("train", "training"):
                 from torch.utils.tensorboard import SummaryWriter
@@ -344,19 +323,12 @@ def train(
 
 
 def _quality_before(folder: Path, held_out: Measure, model: nn.Module) -> Quality:
-    """The quality of a model before its training, which the run's record keeps."""
     known = read_record(folder).get(_BEFORE)
     if known is not None:
         return Quality.from_json(known)
     found = held_out.measure(model, 0)
     add_to_record(folder, {_BEFORE: found.to_json()})
     return found
-
-
-def _share_passes(towards: LossParts | None, model: nn.Module, arguments: TrainingArguments) -> None:
-    """Let a teacher in memory begin where the student leaves it, unless the student's stream is hidden, or noisy."""
-    if isinstance(towards, Distiller) and not (arguments.torch_compile or arguments.neftune_noise_alpha):
-        towards.share(model)
 
 
 def _task_by(
@@ -366,8 +338,9 @@ def _task_by(
     settings: TrainSettings,
     folder: Path,
     known: dict[str, Any],
+    student: nn.Module,
+    arguments: TrainingArguments,
 ) -> TrainingTask:
-    """What the original has to say: on held-out text, and of the training text where it is distilled."""
     wanted = settings.distillation
     if load_original is None:
         if wanted is not None:
@@ -378,9 +351,21 @@ def _task_by(
     if wanted is None:
         return TrainingTask(held_out)
     if wanted.kept is None:
-        return TrainingTask(held_out, Distiller(wanted, program, original))
+        distiller = Distiller(wanted, program, original)
+        # A compiled student hides its stream, and noise changes it.
+        if not (arguments.torch_compile or arguments.neftune_noise_alpha):
+            distiller.share(student)
+        return TrainingTask(held_out, distiller.loss)
     text = texts.training
-    dtype = str(original.dtype).removeprefix("torch.")
-    follows = str(known.get("original")), dtype, text.digest, len(text), text.window, wanted.kept, wanted.temperature
-    teacher = keep_logits(original, text, folder / TEACHER_FOLDER, TeacherIdentity(*follows))
-    return TrainingTask(held_out, Distiller(wanted, program, teacher))
+    stored = TeacherLogits(
+        folder / TEACHER_FOLDER,
+        model_hash=str(known.get("original")),
+        dtype=str(original.dtype).removeprefix("torch."),
+        data=text.digest,
+        windows=len(text),
+        window=text.window,
+        kept=wanted.kept,
+        temperature=wanted.temperature,
+    )
+    stored.make(original, text)
+    return TrainingTask(held_out, Distiller(wanted, program, stored).loss)

@@ -1,4 +1,4 @@
-"""What a run says while it goes on: the tables in its folder, and the numbers beside its progress bar."""
+"""Progress of a run: tables in its folder, and numbers beside its progress bar."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _NEEDED = {TRAINING_FILE: "loss", HELD_OUT_FILE: "perplexity"}  # by a row of ea
 
 
 class RunLog(TrainerCallback):
-    """Writes both tables of a run, of what the Trainer has logged up to where it goes on, and moves its progress bar.
+    """Writes both tables of a run, of what the Trainer has logged, and moves its progress bar.
 
     Attributes:
         before: the model's quality before its training.
-        advance: moves the progress bar; set once there is one, in the first process.
-        latest: what was logged last, of training and of held-out text.
+        advance: moves the progress bar; set in the first process.
+        latest: last logged numbers, of training and of held-out text.
 
     Args:
         folder: of the run; None in every process but the first.
@@ -51,11 +51,10 @@ class RunLog(TrainerCallback):
 
     @property
     def seconds(self) -> float:
-        """Of the run so far, with those of earlier processes."""
+        """Seconds of the run so far, with those of earlier processes."""
         return self._before + time.monotonic() - self._begun
 
     def note(self) -> str:
-        """The latest numbers, in as many words as stand beside a bar on a narrow terminal."""
         names = ("loss", "divergence" if "divergence" in self.latest else "perplexity")
         return ", ".join(f"{name} {self.latest[name]:.4g}" for name in names if name in self.latest)
 
@@ -84,7 +83,6 @@ class RunLog(TrainerCallback):
             self._add(row)
 
     def _add(self, row: Mapping[str, Any]) -> None:
-        """Add a row to its table; others that the Trainer logs have none."""
         assert self.folder is not None
         numbers = _plain(row)
         for name, columns in TABLES.items():
@@ -96,12 +94,11 @@ class RunLog(TrainerCallback):
 
 
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row by the names of quantities; what was measured on held-out text is called otherwise by the Trainer."""
     return {name.removeprefix("eval_") if name != "eval_loss" else name: value for name, value in row.items()}
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """The whole rows of a table that a run writes; a last one that a kill cut off is left out."""
+    """Read the whole rows of a run's table, without a last one that a kill cut off."""
     if not path.is_file():
         return []
     with path.open(newline="", encoding="utf-8") as file:

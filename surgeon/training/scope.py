@@ -1,4 +1,4 @@
-"""Which parameters are trained: of edited sublayers, all, the norms' or the routers'; or adapters on matrices."""
+"""Choice of trained parameters: of edited sublayers, all, norms or routers; or adapters on matrices."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ BYTES = 4  # of each: weights are trained in 32 bits
 
 
 def training_bytes(model: nn.Module) -> int:
-    """What a process holds of a model while it trains what of it requires gradients; activations come on top.
+    """Memory that a process takes for a model's weights, gradients and optimiser states, without activations.
 
     Args:
-        model: whose parameters have been chosen (see scope.py); its weights need not be there.
+        model: with its trained parameters chosen; its weights need not be there.
     """
     return BYTES * sum(one.numel() * (TRAINED if one.requires_grad else 1) for one in model.parameters())
 
@@ -38,8 +38,8 @@ def training_bytes(model: nn.Module) -> int:
 def edited_sublayers(program: Program, dense: Program) -> frozenset[Sublayer]:
     """The sublayers of a program that do not run where and as the unedited model runs them.
 
-    Where layers were only taken out, those are the ones of the layers before and after the gap: their input has
-    changed the most.
+    Where layers were only taken out, those are the ones of the layers before and after the gap: their input has changed
+    the most.
     """
     nodes = program.nodes
     found = set[Sublayer]()
@@ -54,14 +54,11 @@ def edited_sublayers(program: Program, dense: Program) -> frozenset[Sublayer]:
     return frozenset(found)
 
 
-def edited_in(model: PreTrainedModel, program: Program) -> frozenset[Sublayer]:
+def find_edited(model: PreTrainedModel, program: Program) -> frozenset[Sublayer]:
     """The sublayers of an edited model that its edit has touched.
 
     Args:
-        program: the model's, in the numbers of the original's layers: what of it is stored may have others.
-
-    Raises:
-        ValueError: if the model runs another one, or an unedited one.
+        program: the model's, in the numbers of the original's layers.
     """
     layers = edited_layers(model)
     own = list(layers.program.sublayers())
@@ -76,12 +73,12 @@ def edited_in(model: PreTrainedModel, program: Program) -> frozenset[Sublayer]:
 
 
 def choose_parameters(model: PreTrainedModel, scope: str, program: Program, router: str = "trained") -> None:
-    """Let a model's parameters be trained, or not.
+    """Choose the parameters that are trained.
 
     Args:
         model: edited.
         scope: "edited", "all", "norms", "edited-norms" or "routers".
-        program: as `edited_in` takes it.
+        program: as `find_edited` takes it.
         router: of mixtures: "frozen", or "trained" where it is in scope.
 
     Raises:
@@ -100,17 +97,13 @@ def choose_parameters(model: PreTrainedModel, scope: str, program: Program, rout
 
 
 def shapes_to_train(model: Model, program: Program, settings: TrainSettings) -> PreTrainedModel:
-    """A model under a program, without its numbers, and with what the settings train chosen.
-
-    Raises:
-        ValueError: if nothing is in scope, or the weights do not fit the configuration.
-    """
+    """Build a model under a program, without its numbers, with its trained parameters chosen."""
     student = edit(original_model(model, buffers=False)[0], program, factors=RandomFactors("meta"))
-    return with_chosen(student, program, settings)
+    return choose_or_adapt(student, program, settings)
 
 
-def with_chosen(student: PreTrainedModel, program: Program, settings: TrainSettings) -> PreTrainedModel:
-    """An edited model with what the settings train chosen; ValueError if there is nothing."""
+def choose_or_adapt(student: PreTrainedModel, program: Program, settings: TrainSettings) -> PreTrainedModel:
+    """Choose trained parameters, or add adapters; ValueError if there is nothing."""
     if settings.lora is not None:
         adapted: PreTrainedModel = add_adapters(student, settings.scope, program, settings.lora, settings.router)
         return adapted
@@ -124,11 +117,11 @@ def _frozen(model: PreTrainedModel, router: str) -> set[int]:
 
 
 class AdapterTargets(NamedTuple):
-    """What gets adapters: the names of linear modules, and of parameters.
+    """Names of linear modules, and of parameters, that get adapters.
 
     The latter are the matrices of feed-forwards where some are mixtures: of experts, which are stacked in one parameter
-    and of which each gets an adapter of its own, of routers, and of linear modules, too, since peft takes the names of
-    those for the names that experts had before they were stacked.
+    and of which each gets an adapter of its own, of routers, and of linear modules, too, since peft takes their names
+    for those that experts had before they were stacked.
     """
 
     modules: list[str]
@@ -136,7 +129,7 @@ class AdapterTargets(NamedTuple):
 
 
 def adapter_targets(model: PreTrainedModel, scope: str, program: Program, router: str = "trained") -> AdapterTargets:
-    """The matrices in scope that adapters are put on; the arguments are those of `choose_parameters`."""
+    """Find the matrices in scope for adapters; arguments as `choose_parameters`."""
     layers = edited_layers(model)
     inside = {id(inner) for module in _modules(model, scope, program) for inner in module.modules()}
     among = inside & {id(inner) for module in _beside_mixtures(layers) for inner in module.modules()}
@@ -168,7 +161,7 @@ def _beside_mixtures(layers: EditedLayers) -> Iterator[nn.Module]:
 
 
 def add_adapters(model: PreTrainedModel, scope: str, program: Program, rank: int, router: str = "trained") -> Any:
-    """The model with LoRA adapters (Hu et al. 2021, arXiv 2106.09685) on every matrix in scope; only they are trained.
+    """Add LoRA adapters (Hu et al. 2021, arXiv 2106.09685) to every matrix in scope; only they are trained.
 
     Args:
         rank: of the adapters; their output is scaled by 2, as is usual (alpha = 2 rank).
@@ -203,12 +196,11 @@ def add_adapters(model: PreTrainedModel, scope: str, program: Program, rank: int
 
 
 def _modules(model: PreTrainedModel, scope: str, program: Program) -> Iterator[nn.Module]:
-    """The modules whose parameters are in scope."""
     layers = edited_layers(model)
     if scope == "all":
         yield model
     elif scope == "edited":
-        for sublayer in edited_in(model, program):
+        for sublayer in find_edited(model, program):
             spec = layers.family.spec(sublayer.kind, sublayer.layers[0])
             owner = layers.owner(sublayer)
             yield from (owner.get_submodule(path) for path in spec.stages)
@@ -217,7 +209,7 @@ def _modules(model: PreTrainedModel, scope: str, program: Program) -> Iterator[n
     else:
         if scope == "norms":
             yield model.get_submodule(layers.family.final_norm)
-        for sublayer in dict.fromkeys(layers.program.sublayers()) if scope == "norms" else edited_in(model, program):
+        for sublayer in dict.fromkeys(layers.program.sublayers()) if scope == "norms" else find_edited(model, program):
             spec = layers.family.spec(sublayer.kind, sublayer.layers[0])
             owner = layers.owner(sublayer)
             yield from (owner.get_submodule(path) for path in spec.norms.values())

@@ -1,10 +1,10 @@
-"""Text that the original of an edited model writes itself, to heal it on where there is no other.
+"""Text that an edited model's original writes itself, to heal it on where there is no other.
 
-Texts are numbered, and each is drawn with random numbers of its own, by seed and number: those that a run which was
-killed has not kept come out as they would have. Every second one is a conversation where the tokenizer has a chat
-template: the model writes the user's turn behind what the template puts before it, and then answers.
+Texts are numbered, and each is drawn with random numbers of its own, by seed and number, so that a resumed run draws
+the missing ones alike. Every second one is a conversation where the tokenizer has a chat template: the model writes the
+user's turn behind the template's beginning, and then answers.
 
-FOLDER/texts.jsonl   what the texts follow from, and then each with its tokens, in the order of their numbers
+FOLDER/texts.jsonl   identity, then each text with its tokens, by number
 FOLDER/HASH/         their windows (`surgeon.training.token_store`)
 """
 
@@ -22,9 +22,8 @@ import datasets
 import numpy as np
 from numpy.typing import NDArray
 
-from surgeon.checkpoint.messages import REFUSALS
+from surgeon.checkpoint.messages import chat_text
 from surgeon.checkpoint.texts import Encoder
-from surgeon.errors import first_line
 from surgeon.opened import EditedModel
 from surgeon.processes.journal import Journal
 from surgeon.processes.torchrun import beside_torchrun
@@ -35,8 +34,7 @@ from surgeon.runtime.service import Service
 from surgeon.runtime.service_options import ServiceOptions
 from surgeon.runtime.stream import Answer, Stream
 from surgeon.runtime.worker.options import RankOptions
-from surgeon.training.packing import Documents
-from surgeon.training.token_store import SELF, TextSource
+from surgeon.training.token_store import SELF, Documents, TextSource
 
 TEXTS_FILE = "texts.jsonl"
 _SIDE_BY_SIDE = {"cpu": 16, "cuda": 128}  # texts that are written together, and kept together
@@ -51,7 +49,7 @@ class SelfText(TextSource):
         original: the model, as it is stored.
         tokenizer: its own, or one with another chat template.
         window: tokens of the longest text.
-        folder: where texts and windows are kept.
+        folder: of texts and windows.
         temperature: that tokens are drawn at; 1 is the model's own distribution.
         device: "cpu" or "cuda", where it writes.
 
@@ -109,7 +107,7 @@ class SelfText(TextSource):
             )
 
     def follows(self) -> dict[str, Any]:
-        """What the texts follow from, as JSON values; weights are read for their hash."""
+        """Identity of the texts, as JSON values; weights are read for their hash."""
         return {
             "format": _FORMAT,
             "model_hash": self.original.model.hash,
@@ -125,12 +123,10 @@ class SelfText(TextSource):
         return super().identity() | self.follows()
 
     def record(self) -> dict[str, Any]:
-        """What was written, and what it follows from, as JSON values."""
         names = "model_hash", "seed", "temperature", "start"
         return {name: value for name, value in self.follows().items() if name in names} | self.written
 
     def line(self) -> str:
-        """How much was written, of what, how fast, for people."""
         written = self.written
         begun = written["texts"] - written["conversations"]
         start = self.tokenizer.convert_ids_to_tokens(self._start)
@@ -143,7 +139,7 @@ class SelfText(TextSource):
         return f"{self.original.name} wrote {what}, {written['tokens']:,} tokens{now}, in {self.folder / TEXTS_FILE}"
 
     def windows(self, count: int, cache: Path | None = None) -> tuple[datasets.Dataset, dict[str, Any]]:  # noqa: ARG002
-        """So many windows, kept in the folder.
+        """Read or write so many windows in the folder.
 
         Raises:
             OSError: if there is no room, or another run is writing there.
@@ -159,7 +155,7 @@ class SelfText(TextSource):
         return super()._write(path, count) | {"written": self.written}
 
     def tokens(self, reading: Reading) -> Iterator[list[Tokens]]:  # noqa: ARG002 - nothing is left out
-        """The texts that are kept, and then new ones, without end."""
+        """Yield the kept texts, and then new ones, without end."""
         self.written = {"texts": 0, "conversations": 0, "tokens": 0}
         with _KeptTexts(self.folder / TEXTS_FILE, self.follows()) as kept:
             for ids in kept.texts:
@@ -193,7 +189,7 @@ class SelfText(TextSource):
         return bool(self._before) and number % 2 == 1
 
     def _texts(self, service: Service, numbers: range) -> list[list[int]]:
-        """The texts of these numbers, each with what it begins from."""
+        """Write the texts of these numbers, each with its beginning."""
         ends = service.plan.ends
 
         def ask(place: tuple[int, int], prompt: list[int], most: int, never_first: Sequence[int]) -> Stream:
@@ -221,8 +217,6 @@ class SelfText(TextSource):
 
 
 class _KeptTexts(Journal):
-    """The texts of a file, in the order of their numbers."""
-
     def __init__(self, path: Path, follows: dict[str, Any]) -> None:
         self.texts = list[NDArray[np.int32]]()
         super().__init__(path, "self-text", follows)
@@ -232,7 +226,6 @@ class _KeptTexts(Journal):
 
 
 def _read(stream: Stream) -> list[int]:
-    """All tokens of a stream."""
     answer = Answer()
     for event in stream:
         answer.add(event)
@@ -240,15 +233,8 @@ def _read(stream: Stream) -> list[int]:
 
 
 def _around_turn(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The tokens that a chat template puts before a user's first turn, and behind it up to where the answer begins."""
-    try:
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
-        )
-    except REFUSALS as error:
-        raise ValueError(
-            f"the chat template cannot be used to make up conversations ({first_line(error)}); give another one"
-        ) from error
+    """Tokens that a chat template puts before a user's first turn, and behind it up to the answer."""
+    text = chat_text(tokenizer, [{"role": "user", "content": _MARK}], "the model that writes text")
     before, mark, behind = text.partition(_MARK)
     encoder = Encoder(tokenizer)
     around = encoder(before, special=False), encoder(behind, special=False)

@@ -1,4 +1,4 @@
-"""How a model is trained: what of it, towards what, for how long."""
+"""Settings of training: of what, towards what, for how long."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, Strict
 
 from surgeon.errors import did_you_mean
-from surgeon.training.distill.distiller import Distillation
+from surgeon.training.distiller import Distillation
 from surgeon.training.token_store import ALL_TOKENS
 from surgeon.words import plural
 
@@ -60,11 +60,7 @@ DECIDED = {
 
 
 def check_taken(name: str) -> None:
-    """Refuse an argument of the Trainer that would do nothing, or that the run decides itself.
-
-    Raises:
-        ValueError: with what to use in its place, or the nearest one that is taken.
-    """
+    """Refuse an argument of the Trainer that would do nothing, or that the run decides."""
     if name in DECIDED:
         raise ValueError(f"{name} is decided by the run; use surgeon's own {DECIDED[name]}")
     if name not in TAKEN:
@@ -72,11 +68,7 @@ def check_taken(name: str) -> None:
 
 
 def check_trainer_arguments(given: Mapping[str, Any]) -> None:
-    """Refuse arguments of which one is not taken, or does nothing without another.
-
-    Raises:
-        ValueError: naming the first one.
-    """
+    """Refuse arguments that are not taken, or do nothing without another."""
     for name in given:
         check_taken(name)
         if TAKEN[name] and not any(map(given.get, TAKEN[name])):
@@ -85,11 +77,11 @@ def check_trainer_arguments(given: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class PaperPreset:
-    """What a paper trained with, as values of `TrainSettings`.
+    """A paper's hyperparameters, as values of `TrainSettings`.
 
     Attributes:
-        source: where it says so.
-        data: what it trained on, as `datasets` loads it; None where it does not say.
+        source: section of the paper.
+        data: as `datasets` loads it; None where the paper does not say.
     """
 
     source: str
@@ -112,11 +104,7 @@ PRESETS = {
 
 
 def preset(name: str) -> PaperPreset:
-    """The preset of this name.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """Find a preset."""
     if name not in PRESETS:
         raise ValueError(f"unknown preset {name!r}; {did_you_mean(name, PRESETS)}")
     return PRESETS[name]
@@ -124,24 +112,24 @@ def preset(name: str) -> PaperPreset:
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """What a training run does; it checks itself.
+    """Settings of a training run; it checks itself.
 
     Attributes:
-        scope: which parameters are trained: those of the "edited" sublayers, "all", "norms", "edited-norms" of the
-            edited sublayers alone, or the "routers" of mixtures of experts.
+        scope: trained parameters: those of the "edited" sublayers, "all", "norms", "edited-norms" of the edited
+            sublayers alone, or the "routers" of mixtures of experts.
         router: whether routers of mixtures are "trained" where they are in scope, or "frozen".
-        lora: the rank of adapters that are trained in place of the matrices in scope; None trains the matrices.
-        distillation: what is learned from the original; None learns the text alone.
+        lora: rank of adapters that are trained in place of the matrices in scope; None trains the matrices.
+        distillation: from the original; None learns the text alone.
         steps: of the optimiser; None for as many as `epochs` takes.
-        epochs: how often the text is gone through; where `steps` is given, it rules.
+        epochs: passes over the text; where `steps` is given, it rules.
         batch: windows per step, over all processes and micro-batches.
         micro_batch: windows per forward pass of one process; None for all that a process has of a batch.
         learning_rate: at its highest; None for the default of what is trained.
         schedule: as `transformers` names it: linear, cosine, constant, ...
         warmup: steps in which the learning rate rises.
         evaluate_every, save_every: steps between measurements on held-out text, and between checkpoints.
-        patience: how many measurements in a row may be no better than the best one before it; then the run ends, with
-            the best one's weights. None never ends early, and keeps the last weights.
+        patience: measurements in a row that may be no better than the best one before them; then the run ends, with the
+            best one's weights. None never ends early, and keeps the last weights.
         arguments: further arguments of transformers' TrainingArguments, of those in `TAKEN`.
     """
 
@@ -195,7 +183,6 @@ class TrainSettings:
 
     @property
     def rate(self) -> float:
-        """The learning rate at its highest."""
         if self.learning_rate is not None:
             return self.learning_rate
         if self.lora is None:
@@ -203,11 +190,7 @@ class TrainSettings:
         return LORA_LEARNING_RATE
 
     def steps_on(self, windows: int) -> int:
-        """How many steps the run takes with this many windows of training text.
-
-        Raises:
-            ValueError: if they are fewer than one batch.
-        """
+        """Number of steps with this many windows of training text."""
         if windows < self.batch:
             raise ValueError(
                 f"the training text has {plural(windows, 'window')}, fewer than one batch of {self.batch}; give more "
@@ -220,7 +203,6 @@ class TrainSettings:
         return max(1, round(self.epochs * windows / self.batch))
 
     def notes_on(self, windows: int) -> list[str]:
-        """What the user should know of a run on this many windows of training text, one line each."""
         steps = self.steps_on(windows)
         notes = list[str]()
         if self.warmup >= steps:
@@ -237,14 +219,13 @@ class TrainSettings:
         return notes
 
     def tokens_on(self, window: int) -> int:
-        """How many tokens of training text, in windows of this many, the run goes through at most."""
+        """Most tokens of training text that the run reads, in windows of this many."""
         if self.steps is None and self.epochs is not None:
             return ALL_TOKENS
         return self.steps_on(self.batch) * self.batch * window
 
     @property
     def method(self) -> str:
-        """What is trained, and towards what, for people."""
         names = {"edited": "edited sublayers", "all": "all weights", "edited-norms": "norms of edited sublayers"}
         what = names.get(self.scope, self.scope)
         what = what if self.router == "trained" else f"{what} but routers"
@@ -254,11 +235,9 @@ class TrainSettings:
         return f"{trained}, distilled from the original"
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
         return asdict(self) | {"arguments": dict(self.arguments), "learning_rate": self.rate}
 
     @classmethod
     def from_json(cls, entries: Mapping[str, Any]) -> TrainSettings:
-        """The inverse of `to_json`."""
         distilled = entries["distillation"]
         return cls(**{**entries, "distillation": None if distilled is None else Distillation(**distilled)})

@@ -1,4 +1,4 @@
-"""Parameters shared out among processes (FSDP2), in the groups in which a program calls for them."""
+"""Parameters sharded among processes (FSDP2), in the groups in which a program calls them."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _TAKEN = {"version", "reshard_after_forward", "cpu_offload", "state_dict_type"}
 class ProgramSharding(FullyShardedDataParallelPlugin):  # type: ignore[misc] # accelerate is untyped
     """accelerate's FSDP2, with groups of modules that follow from a program.
 
-    accelerate groups by classes of modules: of whole layers, as a rule, which an edited model never calls. Nor can
-    classes tell an MLP's linear modules from an output head, or say which slices have a norm between them.
+    accelerate groups by classes of modules, usually whole layers, which an edited model never calls. Nor can classes
+    tell an MLP's linear modules from an output head, or say which slices have a norm between them.
     """
 
     _prepared = False
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
-        """Share out what sublayers call; embedding, head and what is left are accelerate's to share out.
+        """Shard the sublayers' modules; embedding, head and the rest are left to accelerate.
 
         accelerate calls this twice: before it has noted which parameters the optimiser has, and after that.
         """
         self.auto_wrap_policy = None
         if self._prepared:
-            for group in gathered_together(model):
+            for group in group_modules(model):
                 fully_shard(
                     group,
                     reshard_after_forward=self.reshard_after_forward,
@@ -48,8 +48,8 @@ class ProgramSharding(FullyShardedDataParallelPlugin):  # type: ignore[misc] # a
         self._prepared = not self._prepared
 
 
-def gathered_together(model: nn.Module) -> list[list[nn.Module]]:
-    """Modules in the groups in which they are called: those of a sublayer, and of all that share a parameter with it.
+def group_modules(model: nn.Module) -> list[list[nn.Module]]:
+    """Group modules by calls: those of a sublayer, and of all that share a parameter with it.
 
     Modules of layers that the program does not call are groups, too, which are never gathered.
 
@@ -77,8 +77,8 @@ def _parameters(modules: list[nn.Module]) -> set[int]:
 
 
 @torch.no_grad()
-def whole_of(parameter: Tensor) -> Tensor:
-    """A parameter in one piece; where it is shared out, all processes ask for it at the same time."""
+def gather_whole(parameter: Tensor) -> Tensor:
+    """A parameter in one piece; where it is sharded, all processes ask at the same time."""
     if isinstance(parameter, DTensor):
         return parameter.full_tensor()
     return parameter.detach()
@@ -86,7 +86,7 @@ def whole_of(parameter: Tensor) -> Tensor:
 
 @torch.no_grad()
 def set_whole(parameter: Tensor, numbers: Tensor) -> None:
-    """Set a parameter to numbers that every process has; of one that is shared out each takes its own."""
+    """Set a parameter to numbers that every process has; of a sharded one each takes its own."""
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         numbers = distribute_tensor(numbers.to(parameter.device), mesh, parameter.placements, src_data_rank=None)
@@ -94,11 +94,7 @@ def set_whole(parameter: Tensor, numbers: Tensor) -> None:
 
 
 def check_sharding(config: Mapping[str, Any], processes: int) -> dict[str, Any]:
-    """The configuration of FSDP as TrainingArguments take it.
-
-    Raises:
-        ValueError: if there is one process only, or the configuration says what does not go with a program.
-    """
+    """Convert FSDP's configuration for TrainingArguments."""
     if processes == 1:
         raise ValueError(
             "fsdp shares parameters out among processes, and there is one; start several with torchrun or accelerate "
@@ -114,25 +110,25 @@ def check_sharding(config: Mapping[str, Any], processes: int) -> dict[str, Any]:
     return found
 
 
-def launched_sharded() -> bool:
-    """Whether accelerate launch has started this process to share parameters out."""
+def is_launched_sharded() -> bool:
+    """Tell whether accelerate launch asks for FSDP."""
     return bool(str_to_bool(os.environ.get(LAUNCHED, "false")))
 
 
-def load_whole() -> None:
-    """Have every process of a run read all weights: an original is needed by each, and accelerate fills the first's."""
-    if launched_sharded():
+def read_all_weights() -> None:
+    """Have every process read all weights: each needs an original, and accelerate fills only the first's."""
+    if is_launched_sharded():
         os.environ[ON_ONE] = "false"
 
 
-def share_out(accelerator: Accelerator, asked: Mapping[str, Any] | None) -> bool:
-    """Have an accelerator share parameters out as a program calls for them; on CPUs, too, where it would replicate.
+def shard_parameters(accelerator: Accelerator, asked: Mapping[str, Any] | None) -> bool:
+    """Have an accelerator shard parameters by the program; on CPUs, too, where it would replicate.
 
     Args:
-        asked: what accelerate's plugin is made of; None for what accelerate launch says.
+        asked: arguments of accelerate's plugin; None for those of accelerate launch.
 
     Returns:
-        Whether it does.
+        Whether it shards.
 
     Raises:
         ValueError: if accelerate launch asks for another version than FSDP2, or to divide more than the batch.
@@ -143,7 +139,7 @@ def share_out(accelerator: Accelerator, asked: Mapping[str, Any] | None) -> bool
             "a parallelism_config of accelerate divides what is trained in other ways than among all processes; leave "
             "it out, and share parameters out by FSDP2 alone"
         )
-    if not (asked is not None or launched_sharded()) or state.distributed_type not in (
+    if not (asked is not None or is_launched_sharded()) or state.distributed_type not in (
         DistributedType.MULTI_CPU,
         DistributedType.MULTI_GPU,
         DistributedType.FSDP,
@@ -160,12 +156,8 @@ def share_out(accelerator: Accelerator, asked: Mapping[str, Any] | None) -> bool
     return True
 
 
-def go_on_as(accelerator: Accelerator, checkpoint: Path) -> None:
-    """Have a run write its checkpoints as the one that it goes on from is written, whole or in shares.
-
-    Raises:
-        ValueError: if one of the two has its parameters shared out, and the other one has not.
-    """
+def follow_checkpoint(accelerator: Accelerator, checkpoint: Path) -> None:
+    """Have a run write its checkpoints like the one it resumes from, whole or in shards."""
     kinds = {
         "SHARDED_STATE_DICT": (checkpoint / _SHARES).is_dir(),
         "FULL_STATE_DICT": (checkpoint / _WHOLE_FILE).is_file(),

@@ -1,6 +1,6 @@
-"""The text that a model is trained on, and the text it is judged by meanwhile: of documents, or of conversations.
+"""Training text, and held-out text to measure on: of documents, or of conversations.
 
-Conversations stand whole in their windows, where only answers count; those to measure on have a window each.
+Conversations are whole in their windows, where only answers count; those to measure on have a window each.
 """
 
 from __future__ import annotations
@@ -35,15 +35,22 @@ from surgeon.quality.data import (
 )
 from surgeon.quality.text_files import Reading, read_pieces
 from surgeon.quality.tokens import Tokens
-from surgeon.training.packing import Documents, pieces
-from surgeon.training.token_store import ROWS_AT_ONCE, SELF, TextSource, as_table, rows_digest
+from surgeon.training.token_store import (
+    ROWS_AT_ONCE,
+    SELF,
+    Documents,
+    TextSource,
+    as_table,
+    rows_digest,
+    split_documents,
+)
 from surgeon.words import plural
 
 _LOOKED_AT = 1 << 16  # tokens, for marks that were read as text
 
 
-def texts_by_weight(texts: str | Path | Sequence[str] | Mapping[str, float]) -> str | Mapping[str, float]:
-    """What `load_texts` takes of one text, or of several, each with its weight behind it ("text.txt=0.7").
+def parse_texts(texts: str | Path | Sequence[str] | Mapping[str, float]) -> str | Mapping[str, float]:
+    """Parse one text, or several, each with its weight behind it ("text.txt=0.7"), for `load_texts`.
 
     Raises:
         ValueError: if one of several has no weight, or occurs twice.
@@ -70,11 +77,7 @@ def texts_by_weight(texts: str | Path | Sequence[str] | Mapping[str, float]) -> 
 
 
 def check_texts(data: Any) -> str | dict[str, float]:
-    """What says which text is trained on: one, or several with their weights.
-
-    Raises:
-        ValueError: if it says something else.
-    """
+    """Check a text, or several with their weights."""
     if isinstance(data, str) and data:
         return data
     if not isinstance(data, Mapping) or not data:
@@ -88,7 +91,7 @@ def check_texts(data: Any) -> str | dict[str, float]:
 
 @dataclass(frozen=True)
 class MixedPart:
-    """One of several texts in one `TrainingText`: how many windows it has, one after the other, and its weight."""
+    """One of several texts in a `TrainingText`: its number of windows, one after the other, and its weight."""
 
     windows: int
     weight: float = 1.0
@@ -96,10 +99,10 @@ class MixedPart:
 
 @dataclass(frozen=True)
 class TrainingText:
-    """A text to train on, in windows: rows of Arrow, in files that are mapped into memory where it is large.
+    """A text to train on, in windows: rows of Arrow, mapped into memory from files where it is large.
 
     Attributes:
-        rows: a window each, with columns as `surgeon.training.packing.columns` has them.
+        rows: a window each, with columns as `columns` has them.
         source, digest, notes, column, left_out: as of `Windows`.
         parts: the texts that it is made of, where they are several.
     """
@@ -114,7 +117,7 @@ class TrainingText:
 
     @classmethod
     def of(cls, windows: Windows) -> TrainingText:
-        """A text in memory, joined."""
+        """Make a text of windows in memory, joined."""
         ids = windows.ids.numpy().astype(np.int32)
         rows = datasets.Dataset(as_table([{"input_ids": row} for row in ids], ("input_ids",), ids.shape[1]))
         return cls(rows, windows.source, windows.digest, windows.notes, windows.column, windows.left_out)
@@ -124,32 +127,29 @@ class TrainingText:
 
     @property
     def window(self) -> int:
-        """Tokens in each."""
         return len(self.rows[0]["input_ids"])
 
     @property
     def ids(self) -> Tensor:
-        """All of them, (windows, tokens), read into memory."""
+        """Token ids of all windows, (windows, tokens), read into memory."""
         found: Tensor = self.rows.with_format("torch")[:]["input_ids"]
         return found
 
     def record(self) -> dict[str, Any]:
-        """Which text this is, as JSON values."""
         return Windows(torch.empty(0), self.source, self.digest, None, (), self.column, self.left_out).record()
 
 
 def model_inputs(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What of some windows a model's forward pass takes."""
+    """Select the inputs of a model's forward pass."""
     return {name: inputs[name] for name in ("input_ids", "position_ids") if name in inputs}
 
 
 @dataclass(frozen=True)
 class TrainTexts:
-    """Both texts, in windows of one size.
+    """Training text and held-out text, in windows of one size.
 
     Attributes:
-        behind: how many windows of the training text, behind those that are trained on, are what is held out; 0 where
-            that is another text.
+        behind: number of windows behind the training text that are held out; 0 for another text.
     """
 
     training: TrainingText
@@ -157,7 +157,6 @@ class TrainTexts:
     behind: int = 0
 
     def line(self) -> str:
-        """How much there is of them, for people."""
         window = self.training.window
         training = f"{len(self.training) * window:,} tokens of {self.training.source}"
         what = f"{self.held_out.ids.numel():,} tokens"
@@ -169,12 +168,11 @@ class TrainTexts:
         return f"trained on {training}, measured on {held_out}, in windows of {window}"
 
     def record(self) -> dict[str, Any]:
-        """Which texts these are, as JSON values: `data` is trained on, `held_out` measured."""
+        """JSON values: `data` is trained on, `held_out` measured."""
         return self.training.record() | self.held_out.record("held_out")
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the user should know of them, one line each."""
         return self.training.notes + self.held_out.notes
 
 
@@ -190,33 +188,34 @@ def load_texts(
     cache: Path | None = None,
     own: TextSource | None = None,
 ) -> TrainTexts:
-    """Training text and held-out text, the former from the disk, where it is tokenized once.
+    """Load training text and held-out text, the former from the disk, where it is tokenized once.
 
-    Conversations are written as `surgeon.quality.conversations.ConversationTokenizer` has them, none longer than a
-    window. Those to train on stand whole in windows, several in one where they fit.
+    Conversations are written as by `surgeon.quality.conversations.ConversationTokenizer`, none longer than a window.
+    Those to train on are whole in windows, several in one where they fit.
 
     Args:
         data, separator: as `load_windows` takes them; or several texts, of which windows are taken by their weights.
-        tokens: of training text, at most, in whole windows; what there is, if there is less.
+        tokens: of training text, at most, in whole windows.
         held_out: data to measure on, which is measured as one text, joined, whatever `documents` says; by default
-            windows of the training text behind those that are trained on, of each of several by its weight. Of those
-            each document is measured by itself where they are apart.
+            windows behind the training text, of each of several by its weight. Of those each document is measured by
+            itself where they are apart.
         held_out_tokens: to measure on, in whole windows; by default 16,384 at most, and of the training text no more
             than a tenth, at least one window.
-        documents: how they share windows (`surgeon.training.packing`).
-        cache: where windows are kept; by default among what `datasets` keeps (HF_DATASETS_CACHE).
-        own: the text of the name "self", which is written as far as it is needed (`surgeon.training.self_text`).
+        documents: how they share windows (`Packer`).
+        cache: folder of windows; by default among what `datasets` keeps (HF_DATASETS_CACHE).
+        own: a text that is written as far as it is needed, by its name (`surgeon.training.self_text`).
 
     Raises:
         FileNotFoundError: if there is no such text.
-        ValueError: if it cannot be used, is too short, or both texts are the same; or if some of the texts are of
-            conversations, and others are not.
+        ValueError: if it cannot be used, is too short, or both texts are the same; or if only some texts are of
+            conversations.
         OSError: if it cannot be read to the end, or there is no room for its tokens.
     """
     check_window(window)
     data = check_texts(data)
     several = {data: 1.0} if isinstance(data, str) else data
-    chats = _hold_conversations(tokenizer, [*several, *([] if held_out is None else [held_out])], window)
+    own_texts = {} if own is None else {own.source: own}
+    chats = _hold_conversations(tokenizer, [*several, *([] if held_out is None else [held_out])], own_texts, window)
     if chats:
         if separator is not None:
             name = next(iter(several))
@@ -237,19 +236,19 @@ def load_texts(
     rests = list[datasets.Dataset]()
     for name, weight in several.items():
         share = weight / sum(several.values())
-        source = _source(name, own, tokenizer, window, documents, separator, chats)
+        source = own_texts.get(name) or TextSource(tokenizer, name, window, documents, separator, chats)
         needed = wanted if len(several) == 1 else ceil(share * wanted) + 1
         text, rest = _split(source, needed, ceil(share * behind), held_out_tokens is None, cache)
         texts.append(text)
         rests += [] if rest is None else [rest]
         if measured is not None:
             require_apart(text, measured)
-    training = texts[0] if len(texts) == 1 else mixed(texts, several)
+    training = texts[0] if len(texts) == 1 else mix_texts(texts, several)
     if measured is not None:
         return TrainTexts(training, measured)
     rows = datasets.concatenate_datasets(rests)
     if "labels" in rows.column_names:
-        found = each_by_itself(pieces(rows), training.source)
+        found = pad_pieces(split_documents(rows), training.source)
     else:
         ids = rows.with_format("torch")[:]["input_ids"]
         found = Windows(ids, training.source, digest_of(ids))
@@ -257,37 +256,29 @@ def load_texts(
     return TrainTexts(training, found, len(rows))
 
 
-def _hold_conversations(tokenizer: Any, names: Sequence[str], window: int) -> bool:
-    chats = [name for name in names if name != SELF and read_conversations(tokenizer, name, window) is not None]
+def _hold_conversations(tokenizer: Any, names: Sequence[str], own: Iterable[str], window: int) -> bool:
+    """Tell whether texts hold conversations, all or none; those of `own` hold none."""
+    read = [name for name in names if name not in own]
+    if SELF in read:
+        raise ValueError(
+            f"{SELF} is text that the original of an edited model writes, for surgeon heal; give another text, or "
+            f"./{SELF} for a file of this name"
+        )
+    chats = [name for name in read if read_conversations(tokenizer, name, window) is not None]
     others = [name for name in names if name not in chats]
     if chats and others:
         raise ValueError(f"{chats[0]} holds conversations, and {others[0]} does not; give texts of one sort")
     return bool(chats)
 
 
-def _source(name: str, own: TextSource | None, tokenizer: Any, *how: Any) -> TextSource:
-    if name != SELF:
-        return TextSource(tokenizer, name, *how)
-    if own is None:
-        raise ValueError(
-            f"{SELF} is text that the original of an edited model writes, for surgeon heal; give another text, or "
-            f"./{SELF} for a file of this name"
-        )
-    return own
-
-
 def _split(
     source: TextSource, needed: int, behind: int, is_share: bool, cache: Path | None
 ) -> tuple[TrainingText, datasets.Dataset | None]:
-    """Windows to train on, at most as many as are needed, and those behind them.
+    """Split a text into at most `needed` windows to train on, and those behind them.
 
     Args:
-        behind: how many to hold out.
+        behind: windows to hold out.
         is_share: whether that is the most, and no more than a share of the text is held out.
-
-    Raises:
-        ValueError: if there are none, or nothing is left to train on.
-        OSError: as `TextSource.windows`.
     """
     if is_share and source.endless:
         behind = min(behind, max(1, needed // (HELD_OUT_SHARE - 1)))
@@ -339,7 +330,7 @@ def require_apart(text: TrainingText, measured: Windows) -> None:
         return
     windows = zip(measured.ids.numpy(), measured.answers.numpy(), strict=True)
     seen = {_up_to_last_answer(Tokens(ids, answer)) for ids, answer in windows}
-    if again := sum(_up_to_last_answer(each) in seen for each in pieces(text.rows)):
+    if again := sum(_up_to_last_answer(each) in seen for each in split_documents(text.rows)):
         raise ValueError(
             f"{again} of the conversations of {text.source} are in the held-out text {measured.source}, too; a model "
             "is not judged by what it was trained on: hold out others, or name none"
@@ -352,7 +343,7 @@ def _up_to_last_answer(found: Tokens) -> bytes:
 
 
 def _conversations(tokenizer: Any, data: str, window: int, tokens: int) -> Windows:
-    """The first conversations of a text, of so many tokens, to measure on."""
+    """Read the first conversations of a text, of so many tokens, to measure on."""
     reading = Reading()
     read = list[Tokens]()
     total = 0
@@ -361,16 +352,12 @@ def _conversations(tokenizer: Any, data: str, window: int, tokens: int) -> Windo
         total += sum(len(each.ids) for each in some)
         if total >= tokens:
             break
-    found = each_by_itself(read, data)
+    found = pad_pieces(read, data)
     return replace(found, notes=tuple(reading.lines(data)), left_out=+reading.left_out)
 
 
-def each_by_itself(found: Iterable[Tokens], source: str) -> Windows:
-    """A window for each piece of a text, as long as the longest; only what is marked as its answer counts.
-
-    Raises:
-        ValueError: if there is nothing.
-    """
+def pad_pieces(found: Iterable[Tokens], source: str) -> Windows:
+    """Make a window of each piece of a text, padded to the longest; only its answer counts."""
     parts = list[tuple[Tensor, Tensor]]()
     for each in found:
         assert each.answer is not None
@@ -383,8 +370,8 @@ def each_by_itself(found: Iterable[Tokens], source: str) -> Windows:
     return Windows(ids, source, digest_of(torch.stack([ids, answers.long()])), answers=answers)
 
 
-def mixed(texts: Sequence[TrainingText], several: Mapping[str, float]) -> TrainingText:
-    """Several texts as one."""
+def mix_texts(texts: Sequence[TrainingText], several: Mapping[str, float]) -> TrainingText:
+    """Join several texts, with their weights."""
     parts = tuple(MixedPart(len(text), weight) for text, weight in zip(texts, several.values(), strict=True))
     follows = json.dumps([[text.digest, part.weight] for text, part in zip(texts, parts, strict=True)])
     return TrainingText(
@@ -396,12 +383,8 @@ def mixed(texts: Sequence[TrainingText], several: Mapping[str, float]) -> Traini
     )
 
 
-def in_template(tokenizer: Any, template: str | Path | None) -> Any:
-    """A tokenizer with the chat template of a file in place of its own; as it is without one.
-
-    Raises:
-        OSError, ValueError: if there is no such file, or no text in it.
-    """
+def with_chat_template(tokenizer: Any, template: str | Path | None) -> Any:
+    """Copy a tokenizer with the chat template of a file; without one it is returned as it is."""
     if template is None:
         return tokenizer
     changed = copy.deepcopy(tokenizer)  # what is written with the healed model is as it was
@@ -410,10 +393,10 @@ def in_template(tokenizer: Any, template: str | Path | None) -> Any:
 
 
 class RunOrder:
-    """Which window comes when, over a whole run: every epoch in an order of its own, which follows from the seed.
+    """The order of windows over a whole run: every epoch has its own, by the seed.
 
-    As one list for all epochs it makes a run the same whatever the number of processes and the size of micro-batches,
-    and wherever it is interrupted: what comes at a place is computed, and nothing before it is read.
+    As one list for all epochs it makes a run the same for any number of processes, size of micro-batches, and
+    interruption: the window at a place is computed, and nothing before it is read.
 
     Of several texts the k-th window of one has its turn at (k + 1/2) / weight, so that up to any place each has had its
     share, up to one window; each goes through its own epochs.
@@ -446,7 +429,7 @@ class RunOrder:
 
 
 def _turns(weights: Sequence[float], count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Whose turn it is at each place, and which one of theirs, (count,)."""
+    """The text at each place, and the number of its window, (count,)."""
     shares = np.array(weights) / sum(weights)
     numbers = [np.arange(int(share * count) + 2) for share in shares]
     times = np.concatenate([(each + 0.5) / share for each, share in zip(numbers, shares, strict=True)])
@@ -456,11 +439,7 @@ def _turns(weights: Sequence[float], count: int) -> tuple[NDArray[np.int64], NDA
 
 
 class TrainingWindows(Dataset[dict[str, Tensor]]):
-    """A run's windows in its order, as the Trainer takes them: one after the other is the whole run.
-
-    Each has its tokens, and its labels, which are its tokens where it has none of its own; and says which window it is,
-    and at which place it stands.
-    """
+    """A run's windows in its order, for the Trainer: tokens, labels (by default the tokens), number and place."""
 
     def __init__(self, text: TrainingText, order: RunOrder) -> None:
         self.rows = text.rows.with_format("torch")

@@ -1,10 +1,11 @@
-"""Windows of tokens on the disk: a text is tokenized once, as far as runs need it, and mapped into memory from then on.
+"""Windows of tokens on disk: a text is tokenized and packed once, as far as runs need it, and then mapped into memory.
 
-FOLDER/rows.arrow   windows, as `surgeon.training.packing` makes them
-FOLDER/known.json   how many, whether these are all, and what of the text was left out
+FOLDER/rows.arrow   windows, as `Packer` makes them
+FOLDER/known.json   their number, whether these are all, and what of the text was left out
 
-A folder's name follows from the text, the tokenizer and how it is packed; it is whole or not there. Where more windows
-are needed than it has, it is made again.
+A folder's name follows from the text, the tokenizer and the packing; it is whole or not there. Where more windows are
+needed, it is made again. Rows are written as tables: row by row, as `Dataset.from_generator` does, takes 20 times as
+long.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ import json
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast, get_args
 
 import datasets
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 from datasets.arrow_writer import ArrowWriter
+from numpy.typing import NDArray
 
 from surgeon.checkpoint.read import read_json
+from surgeon.errors import did_you_mean
 from surgeon.processes.files import locked, make_folder, publish, scratch, sync_tree, whole_file, write_json
 from surgeon.progress import progress
 from surgeon.quality.conversations import read_conversations
@@ -29,7 +32,145 @@ from surgeon.quality.sources import DEMO, DEMO_TRAINING, are_apart, documents, f
 from surgeon.quality.tables import is_table
 from surgeon.quality.text_files import Reading
 from surgeon.quality.tokens import TextTokens, Tokens, tokenizer_digest
-from surgeon.training.packing import Documents, Packer, Row, columns
+
+Documents = Literal["joined", "apart", "whole"]
+Row = dict[str, NDArray[np.int32]]
+IGNORED = -100  # a label of what is not to be predicted, as PyTorch's losses have it
+# Model types whose masks `transformers` makes without positions.
+ATTEND_ACROSS = ("falcon", "gpt_oss", "llama4_text", "opt")
+_OPEN = 64  # windows that documents may still be put into
+
+
+def documents_of(name: str) -> Documents:
+    """Parse a way to treat documents."""
+    if name not in get_args(Documents):
+        raise ValueError(f"documents cannot be {name!r} in a window; {did_you_mean(name, get_args(Documents))}")
+    return cast("Documents", name)
+
+
+def columns(documents: Documents) -> tuple[str, ...]:
+    """Columns of rows: `input_ids`, and of documents that are apart `position_ids` and `labels`."""
+    if documents == "joined":
+        return ("input_ids",)
+    return ("input_ids", "position_ids", "labels")
+
+
+def attends_across(config: Any) -> bool:
+    """Tell whether attentions see across documents that are apart, as linear ones do, which carry a state."""
+    return config.model_type in ATTEND_ACROSS or "linear_attention" in (getattr(config, "layer_types", None) or ())
+
+
+class Packer:
+    """Packs tokens into windows as they come, whatever parts they come in.
+
+    joined    one after the other, as one running text: neither positions nor attention know where one ends
+    apart     one after the other, cut where a window ends. Positions begin anew with each document, which tells
+              `transformers` that its tokens see no other's (`masking_utils.find_packed_sequence_indices`)
+    whole     as apart, but a document that fits a window is not cut; what no document fills is padding
+
+    Of documents that are apart the first token is not predicted, nor padding, nor what is no answer. A document that is
+    cut begins anew with each of its pieces.
+
+    Args:
+        window: tokens in a window.
+        pad: the token that fills windows of whole documents.
+
+    Raises:
+        ValueError: if there is no such way to treat documents.
+    """
+
+    def __init__(self, window: int, documents: Documents = "joined", pad: int = 0) -> None:
+        self.window = window
+        self.documents = documents_of(documents)
+        self.pad = pad
+        self._open = [_nothing()] if documents != "whole" else []  # windows, as their marked tokens (`_marked`)
+        self._document = _nothing()  # a whole one, as far as it has come
+        self._begins = True  # a document, with the next token
+
+    def add(self, tokens: Tokens) -> Iterator[Row]:
+        marked = _marked(tokens, self._begins)
+        self._begins = tokens.ends or (self._begins and not len(tokens.ids))
+        if self.documents != "whole":
+            yield from self._cut(marked)
+            return
+        self._document = np.concatenate([self._document, marked], axis=1)
+        if tokens.ends:
+            document = self._document
+            self._document = _nothing()
+            document[1, :: self.window] = 1  # for the rest of a long one may share a window with others
+            for start in range(0, document.shape[1], self.window):
+                yield from self._place(document[:, start : start + self.window])
+
+    def rest(self) -> Iterator[Row]:
+        """Yield windows of whole documents that are not full, at the end; else the rest is dropped."""
+        if self.documents == "whole":
+            left = self._open
+            self._open = []
+            yield from map(self._padded, left)
+
+    def _cut(self, marked: NDArray[np.int32]) -> Iterator[Row]:
+        (held,) = self._open
+        whole = np.concatenate([held, marked], axis=1)
+        full = whole.shape[1] // self.window * self.window
+        for start in range(0, full, self.window):
+            yield self._row(whole[:, start : start + self.window])
+        self._open = [whole[:, full:]]
+
+    def _place(self, document: NDArray[np.int32]) -> Iterator[Row]:
+        """Put a document into the open window that it fills best; beyond a number of open ones the fullest is done."""
+        room = [self.window - each.shape[1] - document.shape[1] for each in self._open]
+        fitting = [(left, index) for index, left in enumerate(room) if left >= 0]
+        if fitting:
+            left, index = min(fitting)
+            self._open[index] = np.concatenate([self._open[index], document], axis=1)
+        else:
+            if len(self._open) == _OPEN:
+                yield self._padded(self._open.pop(room.index(min(room))))
+            self._open.append(document)
+            left = self.window - document.shape[1]
+            index = len(self._open) - 1
+        if left == 0:
+            yield self._row(self._open.pop(index))
+
+    def _padded(self, marked: NDArray[np.int32]) -> Row:
+        left = self.window - marked.shape[1]
+        padding = _marked(Tokens(np.full(left, self.pad, np.int32), np.zeros(left, np.bool_)), begins=True)
+        return self._row(np.concatenate([marked, padding], axis=1))
+
+    def _row(self, marked: NDArray[np.int32]) -> Row:
+        ids, first, answer = marked
+        if self.documents == "joined":
+            return {"input_ids": ids}
+        place = np.arange(self.window, dtype=np.int32)
+        start = np.maximum.accumulate(np.where(first, place, 0))  # of the document that each token is of, in the window
+        labels = np.where(answer.astype(bool) & (first == 0), ids, np.int32(IGNORED))
+        return {"input_ids": ids, "position_ids": place - start, "labels": labels}
+
+
+def split_documents(rows: datasets.Dataset) -> Iterator[Tokens]:
+    """Split windows of documents that are apart, each piece with its predicted tokens as its answer.
+
+    Padding, and pieces of which nothing is predicted, are left out.
+    """
+    for row in rows.with_format("numpy"):
+        begins = np.flatnonzero(row["position_ids"] == 0)[1:]
+        for ids, labels in zip(*(np.split(row[name], begins) for name in ("input_ids", "labels")), strict=True):
+            answer = (labels != IGNORED) & (np.arange(len(ids)) > 0)
+            if answer.any():
+                yield Tokens(ids, answer)
+
+
+def _marked(tokens: Tokens, begins: bool) -> NDArray[np.int32]:
+    """(3, tokens): ids, 1 at the first token of a document, 1 at answers."""
+    found = np.zeros((3, len(tokens.ids)), np.int32)
+    found[0], found[2] = tokens.ids, 1 if tokens.answer is None else tokens.answer
+    found[1, :1] = begins
+    return found
+
+
+def _nothing() -> NDArray[np.int32]:
+    return np.zeros((3, 0), np.int32)
+
 
 SELF = "self"  # text that the original of an edited model writes (`surgeon.training.self_text`)
 ALL_TOKENS = 1 << 50  # more than any text has
@@ -40,14 +181,14 @@ ROWS_AT_ONCE = 1000
 
 
 class TextSource:
-    """A text, or conversations, as windows on the disk.
+    """A text, or conversations, as windows on disk.
 
     Attributes:
-        endless: whether there is as much of it as is asked for.
+        endless: whether it is made as it is asked for, and is no file of its name.
 
     Args:
         data, separator: as `load_windows` takes them.
-        documents: other than joined, a text without a separator is by rows and files.
+        documents: other than joined, a text without a separator is split by rows and files.
         chats: whether it holds conversations.
 
     Raises:
@@ -73,26 +214,26 @@ class TextSource:
         self.separator = separator
         self.chats = chats
         self.by_row = documents != "joined"
-        self.apart = data == SELF or are_apart(data, separator, self.by_row)
-        self.files = list[Path]()
-        if data == SELF:
-            pass  # which is no file, whatever there is of that name
-        elif is_folder(data):
-            self.files = files_in(data)
-        elif (path := file_and_column(data)[0]) is not None:
-            self.files = [path]
-            if self.by_row and separator is None and not is_table(path):
-                raise ValueError(
-                    f"{data} is one text, whose documents cannot be told apart; give the separator between them, or "
-                    "join them"
-                )
-        ends = (tokenizer.pad_token_id, tokenizer.eos_token_id)
-        self.pad = 0  # the token that fills windows
-        if not chats:
-            self.pad = int(next((one for one in ends if one is not None), 0))
+        self.apart = self.endless or are_apart(data, separator, self.by_row)
+        self.files = [] if self.endless else self._find_files()
+        fillers = [] if chats else [tokenizer.pad_token_id, tokenizer.eos_token_id]
+        self.pad = int(next((token for token in fillers if token is not None), 0))  # the token that fills windows
+
+    def _find_files(self) -> list[Path]:
+        if is_folder(self.source):
+            return files_in(self.source)
+        path = file_and_column(self.source)[0]
+        if path is None:
+            return []
+        if self.by_row and self.separator is None and not is_table(path):
+            raise ValueError(
+                f"{self.source} is one text, whose documents cannot be told apart; give the separator between them, or "
+                "join them"
+            )
+        return [path]
 
     def identity(self) -> dict[str, Any]:
-        """What its windows follow from, as JSON values: of files name, size and time; of the demo's text itself."""
+        """Identity of its windows, as JSON values: of files name, size and time; of the demo's text itself."""
         files: list[Any] = [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in self.files]
         if self.source in (DEMO, DEMO_TRAINING):
             files = [hashlib.sha256("".join(chain(*documents(self.source, None))).encode()).hexdigest()]
@@ -109,7 +250,7 @@ class TextSource:
         }
 
     def tokens(self, reading: Reading) -> Iterator[list[Tokens]]:
-        """Its tokens, some at a time; no conversation is longer than a window."""
+        """Tokens, some at a time; no conversation is longer than a window."""
         if self.chats:
             found = read_conversations(self.tokenizer, self.source, self.window, reading) or ()
             return ([Tokens(np.array(each.ids, np.int32), np.array(each.answers, np.bool_))] for each in found)
@@ -117,7 +258,7 @@ class TextSource:
         return TextTokens(self.tokenizer, self.apart).read(texts)
 
     def windows(self, count: int, cache: Path | None = None) -> tuple[datasets.Dataset, dict[str, Any]]:
-        """So many windows, or all that there are; and what is known of the text as far as it was read.
+        """Read or make so many windows, or all that there are; with what is known of the text read for them.
 
         Raises:
             OSError: if the text cannot be read to there, or there is no room.
@@ -164,7 +305,7 @@ class TextSource:
 
 
 def rows_digest(rows: datasets.Dataset, window: int) -> str:
-    """SHA-256 of windows: of joined ones that of `surgeon.quality.data.digest_of`."""
+    """Hash windows (SHA-256): joined ones as `surgeon.quality.data.digest_of` does."""
     digests = {name: hashlib.sha256(repr((len(rows), window)).encode()) for name in rows.column_names}
     for block in rows.with_format("numpy").iter(ROWS_AT_ONCE):
         for name, digest in digests.items():
@@ -176,17 +317,13 @@ def rows_digest(rows: datasets.Dataset, window: int) -> str:
 
 
 def as_table(rows: list[Row], names: tuple[str, ...], window: int) -> pa.Table:
-    """Rows as columns of Arrow."""
+    """Make a table of Arrow of rows."""
     flat = {name: np.array([row[name] for row in rows], np.int32).reshape(-1) for name in names}
     return pa.table({name: pa.FixedSizeListArray.from_arrays(pa.array(each), window) for name, each in flat.items()})
 
 
 def write_rows(path: Path, rows: datasets.Dataset) -> None:
-    """Write rows to a file of Arrow, which is whole or not there.
-
-    Raises:
-        OSError: if it cannot be written.
-    """
+    """Write rows to a file of Arrow, whole or not at all."""
     with whole_file(path) as beside, ArrowWriter(path=str(beside), features=rows.features) as writer:
         for table in rows.with_format("arrow").iter(ROWS_AT_ONCE):
             writer.write_table(table)

@@ -1,13 +1,12 @@
-"""transformers' Trainer on a model with a program: its loss, its steps, its checkpoints, what it measures meanwhile.
+"""transformers' Trainer on a model with a program: loss, steps, checkpoints, measurements.
 
-What of the Trainer's own is private is overridden only where nothing public is asked; each such method says why.
+Private methods of the Trainer are overridden only where there is no public hook; each such method says why.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,45 +25,41 @@ from surgeon.training.balance import ExpertBalance
 from surgeon.training.checkpoints import (
     RunCheckpoints,
     checkpoint_bytes,
-    readable,
+    naming_unreadable,
     trained_parameters,
     write_trained,
 )
-from surgeon.training.head_loss import text_loss
-from surgeon.training.held_out import Measure
-from surgeon.training.packing import IGNORED, attends_across
-from surgeon.training.sharding import go_on_as, share_out
+from surgeon.training.head_loss import LossParts, text_loss
+from surgeon.training.sharding import follow_checkpoint, shard_parameters
 from surgeon.training.texts import RunOrder, TrainingText, TrainingWindows
+from surgeon.training.token_store import IGNORED, attends_across
 from surgeon.words import first_few, plural
 
 _WINDOWS_NAMED = 16
 
 
-class LossParts(Protocol):
-    """What a model is trained towards beside the text, or in its place."""
+class Measure(Protocol):
+    """Judges a model while it is trained."""
 
-    def loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The mean loss of a micro-batch under "loss", in nats per predicted token, and its parts by their names.
+    @property
+    def original(self) -> Quality | None: ...
 
-        Args:
-            inputs: (windows, tokens) `input_ids` and `labels`, and `position_ids` of documents that are apart; and,
-                (windows,), `index`, which training windows they are, and `place`, at which places of the run's order
-                they stand: step s has those from s * batch on.
-        """
+    def measure(self, model: nn.Module, step: int) -> Quality:
+        """Measure a model after so many steps, without dropout."""
 
 
 class ModelTrainer(Trainer):
     """A Trainer whose loss is the text's or a distillation's, and whose evaluation is a `Measure`.
 
-    A step whose loss or gradient is not finite is not taken, and ends the run. Checkpoints hold what is trained, and
-    have their names when they are whole (`RunCheckpoints`).
+    A step whose loss or gradient is not finite is not taken, and ends the run. Checkpoints hold what is trained
+    (`RunCheckpoints`).
 
     Attributes:
         balance: of a mixture's experts, whose loss is added.
-        order: which windows each step is made on.
-        batch: how many a step has, over all processes.
+        order: of windows, over all steps.
+        batch: windows of a step, over all processes.
         checkpoints: of the run.
-        empty: where parameters are shared out among processes, the model without numbers, to be filled with all.
+        empty: where parameters are sharded, the model without numbers, to be filled with all.
     """
 
     def __init__(
@@ -103,48 +98,66 @@ class ModelTrainer(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         unset_hf_deepspeed_config()  # which accelerate has set again
-        self.is_fsdp_enabled = share_out(self.accelerator, self.args.fsdp_plugin_args)
+        self.is_fsdp_enabled = shard_parameters(self.accelerator, self.args.fsdp_plugin_args)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *others: Any, **options: Any) -> Any:
-        """As Trainer's.
+        """Train, or resume, as the Trainer does.
 
         Raises:
-            OSError: if the disk has no room for the run's checkpoints.
-            ValueError: if those that are there are of something else.
+            OSError: if the disk has no room for the run's checkpoints, or fills up.
+            ValueError: if existing checkpoints are of something else.
         """
         if self.args.should_save:
             self.checkpoints.require_room(self.model, self._saves_frozen)
         if isinstance(resume_from_checkpoint, str):
-            go_on_as(self.accelerator, Path(resume_from_checkpoint))
-        return super().train(resume_from_checkpoint, *others, **options)
+            follow_checkpoint(self.accelerator, Path(resume_from_checkpoint))
+            self._require_same_processes(Path(resume_from_checkpoint))
+        try:
+            return super().train(resume_from_checkpoint, *others, **options)
+        except Exception as error:
+            if not is_full_disk(error):
+                raise
+        finally:
+            if self.args.should_save:
+                self.checkpoints.clear()
+        # Raised outside the handler, to stand for itself: it says more than the error that it comes from.
+        needed = show_bytes(checkpoint_bytes(self.model, self._saves_frozen))
+        raise OSError(
+            f"the disk of {self.checkpoints.folder} filled up at step {self.state.global_step}: a checkpoint takes "
+            f"about {needed}; earlier ones are whole, so make room, and run the same command again to go on"
+        )
+
+    def _require_same_processes(self, checkpoint: Path) -> None:
+        """Warn where a checkpoint has no state of the random numbers of each process."""
+        name = "rng_state.pth" if self.args.world_size == 1 else f"rng_state_{self.args.process_index}.pth"
+        if self.args.should_save and not (checkpoint / name).is_file():
+            warnings.warn(
+                f"{checkpoint} was written by another number of processes than there are now; where the model has "
+                "dropout, its random numbers are others",
+                stacklevel=1,
+            )
 
     @property
     def _saves_frozen(self) -> bool:
-        """Whether checkpoints have what is not trained, too: those of FSDP and DeepSpeed do, but for adapters."""
+        """True where checkpoints have frozen parameters, too: those of FSDP and DeepSpeed, but for adapters."""
         return self.empty is not None and not isinstance(self.model, PeftModel)
 
     def whole_model(self) -> Any:
-        """The model in one piece, in the first process; None in the others."""
+        """The model in one piece; None in all processes but the first."""
         if self.empty is None:
             # Without what mixed precision has put around its forward pass.
-            plain = self.accelerator.unwrap_model(self.model_wrapped, keep_fp32_wrapper=False, keep_torch_compile=False)
-            if self.args.should_save:
-                return plain
-            return None
-        state = self.accelerator.get_state_dict(self.model_wrapped)
-        if self.args.should_save:
-            return filled(self.empty, state)
-        return None
+            whole = self.accelerator.unwrap_model(self.model_wrapped, keep_fp32_wrapper=False, keep_torch_compile=False)
+        else:
+            state = self.accelerator.get_state_dict(self.model_wrapped)
+            whole = fill_copy(self.empty, state) if self.args.should_save else None
+        return whole if self.args.should_save else None
 
     # Steps
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | int | None]:
-        """The micro-batches of a step; none where the run was at its end already, which the Trainer sees after a step.
-
-        So it is where it goes on from a checkpoint at which it had ended early.
-        """
+        """Get the micro-batches of a step; none where a resumed run had ended early, which the Trainer notices late."""
         if self.control.should_training_stop:
             return [], None
         samples: tuple[list[Any], Tensor | int | None] = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -157,16 +170,10 @@ class ModelTrainer(Trainer):
             self._predicted = mean.clamp_min(torch.finfo(torch.float32).tiny)
         return samples
 
-    def training_step(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
-    ) -> Tensor:
-        """Add the gradient of the mean loss of a micro-batch; returns that loss.
-
-        Raises:
-            ValueError: if it is too much for the memory.
-        """
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *others: Any) -> Tensor:
+        """Add the gradient of the mean loss of a micro-batch; returns that loss."""
         try:
-            loss = super().training_step(model, inputs, num_items_in_batch)
+            loss = super().training_step(model, inputs, *others)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -178,20 +185,13 @@ class ModelTrainer(Trainer):
         self._loss = self._loss + loss
         return loss
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
-        """The mean loss of a micro-batch, in nats per predicted token, and what the balance of experts adds to it."""
-        del num_items_in_batch
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> Any:
+        """Compute the mean loss of a micro-batch, in nats per predicted token, with the experts' balance."""
         with self.balance.watched() as seen:
             if self.towards is None:
                 parts = {"loss": text_loss(model, inputs)}
             else:
-                parts = self.towards.loss(model, inputs)
+                parts = self.towards(model, inputs)
         if self._predicted is not None:
             share = predicted_tokens(inputs).to(self._predicted) / self._predicted
             parts = {name: part * share.to(part.device) for name, part in parts.items()}
@@ -202,12 +202,10 @@ class ModelTrainer(Trainer):
         for name, part in parts.items():
             self._parts[name] = self._parts.get(name, 0) + part.detach()
         self._counted += bool(parts)
-        if return_outputs:
-            return (loss, {})
         return loss
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """The gradient's norm; here every process has the same gradient, and no step has been taken yet.
+        """Compute the gradient's norm; here every process has the same gradient, and no step has been taken yet.
 
         Private: `on_pre_optimizer_step`, the public hook, has only the clipped gradient, of which another norm would
         take another pass over all of it.
@@ -233,7 +231,7 @@ class ModelTrainer(Trainer):
         )
 
     def _last_good(self) -> str:
-        """Where weights are that were finite, and what to do; the end of a message."""
+        """Name the last finite weights, and what to do; the end of a message."""
         there = self.checkpoints.until(self.state.global_step)
         if there:
             where = f"the weights after step {max(there)} are in {there[max(there)]}"
@@ -255,7 +253,7 @@ class ModelTrainer(Trainer):
         super().log(logs, start_time)
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """Measure on held-out text; every process does all of it, as sharded models need."""
+        """Measure on held-out text, in every process, as sharded models need."""
         found = self.measured(self.model_wrapped)
         known = {f"eval_{name}": value for name, value in found.estimates.items() if not math.isnan(value)}
         metrics = {"eval_loss": math.log(found.perplexity), **known}
@@ -264,11 +262,7 @@ class ModelTrainer(Trainer):
         return metrics
 
     def measured(self, model: nn.Module) -> Quality:
-        """The quality of the model as it is now on held-out text.
-
-        Raises:
-            Diverged: if its predictions are not finite.
-        """
+        """Measure the model as it is now on held-out text."""
         step = self.state.global_step
         try:
             return self.held_out.measure(model, step)
@@ -277,68 +271,22 @@ class ModelTrainer(Trainer):
 
     # Checkpoints
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+    def save_model(self, output_dir: str | None = None, *_: Any, **__: Any) -> None:
         """Write what is trained; FSDP and DeepSpeed write it themselves, with the optimiser's state."""
-        del _internal_call
         if self.args.should_save and self.empty is None:
             model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
             write_trained(model, Path(output_dir or str(self.args.output_dir)))
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
-        """Write a checkpoint where nobody looks for one, until every process has written its part.
-
-        Private: when `on_save`, the public hook, is called, a checkpoint has had its name for a while, in part.
-
-        Raises:
-            OSError: if the disk is full.
-        """
-        self.args.output_dir = str(self.checkpoints.staging)
-        try:
-            super()._save_checkpoint(model, trial)
-            self.checkpoints.name_best(self.state)
-            self.accelerator.wait_for_everyone()
-            if self.args.should_save:
-                self.checkpoints.publish(self.state)
-            self.accelerator.wait_for_everyone()
-            return
-        except Exception as error:
-            if not is_full_disk(error):
-                raise
-        finally:
-            self.args.output_dir = str(self.checkpoints.folder)
-            if self.args.should_save:
-                shutil.rmtree(self.checkpoints.staging, ignore_errors=True)
-        # Raised outside the handler, to stand for itself: it says more than the error that it comes from.
-        needed = show_bytes(checkpoint_bytes(self.model, self._saves_frozen))
-        raise OSError(
-            f"the disk of {self.checkpoints.folder} filled up at step {self.state.global_step}: a checkpoint takes "
-            f"about {needed}; earlier ones are whole, so make room, and run the same command again to go on"
-        )
-
-    # These three are private, as is all of the Trainer that reads a checkpoint. Around `train` one could not tell an
-    # error of the checkpoint, which a user would be told to remove, from one of anything else.
+    # Private, as is all of the Trainer that reads a checkpoint: around `train` an error of the checkpoint, which a user
+    # is told to remove, could not be told from others.
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        with readable(resume_from_checkpoint):
+        with naming_unreadable(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with readable(checkpoint):
+        with naming_unreadable(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        if self.args.world_size == 1:
-            name = "rng_state.pth"
-        else:
-            name = f"rng_state_{self.args.process_index}.pth"
-        if checkpoint is not None and self.args.should_save and not (Path(checkpoint) / name).is_file():
-            warnings.warn(
-                f"{checkpoint} was written by another number of processes than there are now; where the model has "
-                "dropout, its random numbers are others",
-                stacklevel=1,
-            )
-        with readable(checkpoint):
-            super()._load_rng_state(checkpoint)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Refuse a checkpoint that is not of what is trained.
@@ -353,12 +301,12 @@ class ModelTrainer(Trainer):
 
 
 def predicted_tokens(windows: Mapping[str, Tensor]) -> Tensor:
-    """How many tokens of some windows are predicted, a number."""
+    """Count the predicted tokens of windows."""
     return (windows["labels"][:, 1:] != IGNORED).sum()
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
-    """The same modules without numbers, to take in a state dict that was gathered from sharded ones."""
+    """Copy modules without numbers, to take in a state dict gathered from sharded ones."""
     empty = {
         id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
         for parameter in model.parameters()
@@ -367,8 +315,8 @@ def meta_copy(model: nn.Module) -> nn.Module:
     return copied
 
 
-def filled(empty: nn.Module, state: dict[str, Any]) -> nn.Module:
-    """A copy without numbers, with those of a whole state dict."""
+def fill_copy(empty: nn.Module, state: dict[str, Any]) -> nn.Module:
+    """Fill a copy without numbers from a whole state dict."""
     missing = empty.load_state_dict(state, strict=False, assign=True).missing_keys
     whole: Any = empty.get_base_model() if isinstance(empty, PeftModel) else empty
     whole.tie_weights()

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from surgeon.quality.summary import Quality, interval, mean_divergence, perplexity, pooled
+from surgeon.quality.summary import Quality, interval, mean_divergence, perplexity, pool_windows
 
 PACKAGE = Path(__file__).resolve().parents[2] / "surgeon"
 
@@ -42,12 +42,12 @@ def test_the_interval_covers_the_true_mean_19_times_in_20() -> None:
 
 def test_windows_of_unlike_counts_have_the_mean_and_the_interval_of_all_that_was_counted() -> None:
     values, counts = np.array([1.0, 2.0, 4.0]), np.array([10.0, 1.0, 5.0])
-    assert pooled(values, counts).mean() == pytest.approx(np.average(values, weights=counts))
-    assert pooled(values, np.full(3, 7.0)) == pytest.approx(values)
+    assert pool_windows(values, counts).mean() == pytest.approx(np.average(values, weights=counts))
+    assert pool_windows(values, np.full(3, 7.0)) == pytest.approx(values)
     dice, covered = np.random.default_rng(0), 0
     for _ in range(400):  # what windows count for is part of their values: 5 / 3 over all that is counted, not 3 / 2
         counts = dice.integers(1, 3, size=60).astype(float)
-        low, high = interval(pooled(counts + dice.normal(size=60) / counts**0.5, counts))
+        low, high = interval(pool_windows(counts + dice.normal(size=60) / counts**0.5, counts))
         covered += low < 5 / 3 < high
     assert 0.92 < covered / 400 < 0.98
 

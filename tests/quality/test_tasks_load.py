@@ -160,7 +160,7 @@ def test_numbers_of_few_shot_examples(
     tasks = load("first", "second", "third", path, num_fewshot=2)
     assert shots(tasks) == {"first": 2, "second": 0, "third": 2, "c": 2}
     assert tasks.notes == ["second is defined without few-shot examples and gets none"]
-    monkeypatch.setitem(PRESETS, "paper", tasks_load.Preset(("first", "second"), 5))
+    monkeypatch.setitem(PRESETS, "paper", {"first": 5, "second": 5})
     assert shots(load("paper", "third")) == {"first": 5, "second": 0, "third": 1}
     assert shots(load("paper", num_fewshot=1)) == {"first": 1, "second": 0}
     with pytest.raises(ValueError, match="c.jsonl has 4 different rows: too few for 4 examples and one question"):
@@ -177,8 +177,8 @@ def test_the_papers_tasks_are_lm_evals() -> None:
     """Reads lm-eval's own list, once."""
     manager = TaskManager()
     (preset,) = PRESETS.values()
-    assert len(preset.tasks) == 9
-    assert set(preset.tasks) <= set(manager.all_tasks)
+    assert len(preset) == 9
+    assert set(preset) <= set(manager.all_tasks)
 
 
 def test_what_cannot_be_computed_here(folder: Path, tmp_path: Path) -> None:

@@ -16,12 +16,11 @@ from torch.distributed.tensor import DTensor
 from surgeon.checkpoint.read import read_json
 from surgeon.models.edit import edit
 from surgeon.quality.tokens import Tokens
-from surgeon.training.distill.distiller import Distillation
-from surgeon.training.packing import Packer, columns
+from surgeon.training.distiller import Distillation
 from surgeon.training.run import train
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainingText, TrainTexts
-from surgeon.training.token_store import as_table
+from surgeon.training.token_store import Packer, as_table, columns
 from surgeon.training.trainer import ModelTrainer
 from tests.tiny_models import tiny_model
 from tests.training.test_run import TEXTS

@@ -26,8 +26,8 @@ DENSE = str(Program.dense(3))
 def trainer_of(model: Any, folder: Path) -> ModelTrainer:
     """What a run makes of a model, with no step taken."""
     from surgeon.quality.data import Windows, digest_of
+    from surgeon.quality.text import HeldOutQuality
     from surgeon.training.arguments import training_arguments
-    from surgeon.training.held_out import HeldOutQuality
     from surgeon.training.texts import TrainingText
 
     arguments = training_arguments(TrainSettings(scope="all"), folder, 1, 4)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from surgeon.training import checkpoints
-from surgeon.training.checkpoints import checkpoints_of, unshared, write_manifest
+from surgeon.training.checkpoints import checkpoints_of, drop_shared, write_manifest
 from tests.training.runs import record, run, same, student, tables, weights
 
 Usage = namedtuple("Usage", "total used free")
@@ -129,7 +129,7 @@ def test_the_best_weights_are_never_replaced_by_the_last_ones(tmp_path: Path) ->
 
 def test_numbers_that_are_shared_are_stored_once() -> None:
     one = nn.Parameter(torch.arange(6.0).reshape(2, 3))
-    stored = unshared({"a": one, "b": one, "c": one.t(), "d": torch.zeros(0), "e": torch.zeros(0)})
+    stored = drop_shared({"a": one, "b": one, "c": one.t(), "d": torch.zeros(0), "e": torch.zeros(0)})
     assert list(stored) == ["a", "c", "d", "e"]
     assert stored["c"].is_contiguous()
     assert stored["c"].tolist() == one.t().tolist()

@@ -13,12 +13,11 @@ from torch.nn import functional
 
 from surgeon.models.edit import edit
 from surgeon.quality.conversations import ConversationTokenizer, ConversationTokens
-from surgeon.training.packing import IGNORED
 from surgeon.training.racks.run_files import read_texts, write_texts
 from surgeon.training.run import train
 from surgeon.training.settings import TrainSettings
-from surgeon.training.texts import TrainTexts, in_template, load_texts
-from surgeon.training.token_store import TextSource
+from surgeon.training.texts import TrainTexts, load_texts, with_chat_template
+from surgeon.training.token_store import IGNORED, TextSource
 from tests.quality.test_conversations import CHATML, MARKED, tokenizer, written
 from tests.tiny_models import TEXT, tiny_model
 
@@ -149,11 +148,11 @@ def test_what_does_not_go_with_conversations_is_refused(tmp_path: Path) -> None:
 def test_a_template_of_a_file_takes_the_place_of_the_tokenizers_own(tmp_path: Path) -> None:
     own = tokenizer(None)
     (tmp_path / "chat.jinja").write_text(CHATML)
-    assert in_template(own, tmp_path / "chat.jinja").chat_template == CHATML
+    assert with_chat_template(own, tmp_path / "chat.jinja").chat_template == CHATML
     assert own.chat_template is None
-    assert in_template(own, None) is own
+    assert with_chat_template(own, None) is own
     with pytest.raises(FileNotFoundError):
-        in_template(own, tmp_path / "none.jinja")
+        with_chat_template(own, tmp_path / "none.jinja")
 
 
 def test_conversations_are_tokenized_once(tmp_path: Path) -> None:

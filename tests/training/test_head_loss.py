@@ -17,9 +17,9 @@ import surgeon
 from surgeon.models.families import FAMILIES
 from surgeon.quality.head import OutputHead
 from surgeon.training import head_loss
-from surgeon.training.distill.distiller import Distillation, Distiller
+from surgeon.training.distiller import Distillation, Distiller
 from surgeon.training.head_loss import LogitsTask, TeacherStream, loss_of_stream, next_tokens, text_loss
-from surgeon.training.packing import IGNORED
+from surgeon.training.token_store import IGNORED
 from tests.tiny_models import HIDDEN, VOCABULARY, tiny_model
 
 PAIRS = "A0 F0 [A1 A2] [F1 F2] A3 F3"

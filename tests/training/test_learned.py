@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from surgeon.training.announce import learned_lines
-from surgeon.training.packing import IGNORED
+from surgeon.training.model import learned_lines
 from surgeon.training.texts import load_texts
+from surgeon.training.token_store import IGNORED
 from tests.quality.test_conversations import tokenizer, written
 from tests.tiny_models import TEXT
 from tests.training.test_conversations import ROWS, WINDOW, tokens

@@ -22,7 +22,7 @@ from torch import nn
 import surgeon
 from surgeon.models.edit import edit
 from surgeon.training.settings import TrainSettings
-from surgeon.training.sharding import gathered_together, go_on_as, share_out
+from surgeon.training.sharding import follow_checkpoint, group_modules, shard_parameters
 from tests.processes.test_torchrun import free_port
 from tests.processes.together import REPOSITORY, together
 from tests.selection import case
@@ -83,7 +83,7 @@ def shares(model: nn.Module) -> list[set[str]]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [
         {names[id(parameter)] for module in group for parameter in module.parameters()}
-        for group in gathered_together(model)
+        for group in group_modules(model)
     ]
 
 
@@ -105,14 +105,14 @@ def test_what_accelerate_launch_says(monkeypatch: pytest.MonkeyPatch) -> None:
     before = PartialState(cpu=True).distributed_type
     state = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU, mixed_precision="bf16")
     accelerator: Any = SimpleNamespace(state=state, parallelism_config=None)
-    assert not share_out(accelerator, None)
+    assert not shard_parameters(accelerator, None)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ValueError, match="fsdp_version 1 does not know programs; use 2"):
-        share_out(accelerator, None)
+        shard_parameters(accelerator, None)
     monkeypatch.setenv("FSDP_VERSION", "2")
     monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "false")
     try:
-        assert share_out(accelerator, None)
+        assert shard_parameters(accelerator, None)
     finally:
         PartialState().distributed_type = before
     plugin: Any = state.fsdp_plugin
@@ -121,7 +121,7 @@ def test_what_accelerate_launch_says(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plugin.reshard_after_forward is False
     accelerator.parallelism_config = object()
     with pytest.raises(ValueError, match="share parameters out by FSDP2 alone"):
-        share_out(accelerator, None)
+        shard_parameters(accelerator, None)
 
 
 @pytest.mark.parametrize(("there", "kind"), [("_0/x", "SHARDED"), (".bin", "FULL")])
@@ -132,16 +132,16 @@ def test_a_run_goes_on_as_its_checkpoint_is_written(there: str, kind: str, tmp_p
     for asked in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=asked)
         sharded: Any = SimpleNamespace(distributed_type=DistributedType.FSDP, state=SimpleNamespace(fsdp_plugin=plugin))
-        go_on_as(sharded, tmp_path)
+        follow_checkpoint(sharded, tmp_path)
         assert plugin.state_dict_type.name == f"{kind}_STATE_DICT"
         assert kind.title() in type(plugin.state_dict_config).__name__
     whole: Any = SimpleNamespace(distributed_type=DistributedType.NO)
     with pytest.raises(ValueError, match="is of a run with FSDP, and this one is without; go on with it, or choose"):
-        go_on_as(whole, tmp_path)
+        follow_checkpoint(whole, tmp_path)
     (tmp_path / "empty").mkdir()
-    go_on_as(whole, tmp_path / "empty")
+    follow_checkpoint(whole, tmp_path / "empty")
     with pytest.raises(ValueError, match="is of a run without FSDP, and this one is with; go on without it"):
-        go_on_as(sharded, tmp_path / "empty")
+        follow_checkpoint(sharded, tmp_path / "empty")
 
 
 @pytest.mark.long

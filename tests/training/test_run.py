@@ -17,10 +17,9 @@ from surgeon.models.weights import ModuleStore
 from surgeon.models.weights.quantised import PackedTensor
 from surgeon.opened import open_edited
 from surgeon.quality.data import Windows, digest_of
-from surgeon.quality.text import logits_of, text_quality
-from surgeon.training.distill.distiller import Distillation
+from surgeon.quality.text import HeldOutQuality, logits_of, text_quality
+from surgeon.training.distiller import Distillation
 from surgeon.training.heal import student_of
-from surgeon.training.held_out import HeldOutQuality
 from surgeon.training.run import Trained, train
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import RunOrder, TrainingText, TrainTexts

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from surgeon.training.checkpoints import checkpoints_of, fault_of, write_manifest
-from surgeon.training.run import alone, finish_run, open_run, run_folder
+from surgeon.training.run import finish_run, lock_run, open_run, run_folder
 from tests.training.runs import record, run, same, student, tables, weights
 from tests.waiting import PATIENCE
 from tests.warm import Popen
@@ -33,7 +33,7 @@ def test_a_run_killed_anywhere_ends_as_one_that_is_not(tmp_path: Path) -> None:
 
 def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "healed")
-    with alone(folder, "cpu"), pytest.raises(OSError, match=r"another run is writing to .*healed\.run; wait for it"):
+    with lock_run(folder, "cpu"), pytest.raises(OSError, match=r"another run is writing to .*healed\.run; wait for it"):
         run(folder)
     run(folder, steps=1)
 

@@ -156,7 +156,7 @@ def test_what_cannot_write_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a window of 6 tokens has no room for a turn in the chat template"):
         SelfText(opened, tokenizer, 6, tmp_path)
     for template, said in (
-        ("{{ raise_exception('no') }}", r"cannot be used to make up conversations \(no\)"),
+        ("{{ raise_exception('no') }}", r"the model that writes text.s chat template does not take these messages: no"),
         ("{{ messages[0].content }}", "does not put something before a user's turn and behind it"),
     ):
         tokenizer.chat_template = template

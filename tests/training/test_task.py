@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from surgeon.quality.summary import Quality
-from surgeon.training.distill.distiller import Distillation
+from surgeon.quality.text import HeldOutQuality
+from surgeon.training.distiller import Distillation
 from surgeon.training.head_loss import text_loss
-from surgeon.training.held_out import HeldOutQuality
 from surgeon.training.run import Trained, TrainingTask, train
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import RunOrder
@@ -42,7 +42,7 @@ class HalfTheLoss:
         self.places: list[list[int]] = []
         self.windows: list[int] = []
 
-    def loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+    def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         self.places.append(inputs["place"].tolist())
         self.windows += inputs["index"].tolist()
         assert torch.equal(TEXTS.training.ids[inputs["index"]], inputs["input_ids"])
@@ -74,10 +74,10 @@ def test_a_task_is_told_where_the_run_is(tmp_path: Path) -> None:
 
 def test_a_run_that_goes_on_has_the_places_that_are_left(tmp_path: Path) -> None:
     class Killed(HalfTheLoss):
-        def loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+        def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
             if inputs["place"][0] == 14:
                 raise KeyboardInterrupt
-            return super().loss(model, inputs)
+            return super().__call__(model, inputs)
 
     with pytest.raises(KeyboardInterrupt):
         trained(tmp_path / "killed", TrainingTask(Watched(), Killed()))

@@ -13,8 +13,7 @@ from torch.nn import functional
 import surgeon.training.texts as texts_module
 from surgeon.models.edit import edit
 from surgeon.quality.data import Windows, digest_of, load_windows
-from surgeon.training.held_out import HeldOutQuality
-from surgeon.training.packing import IGNORED, Documents
+from surgeon.quality.text import HeldOutQuality
 from surgeon.training.racks.run_files import read_texts, write_texts
 from surgeon.training.run import Trained, train
 from surgeon.training.settings import TrainSettings
@@ -24,11 +23,11 @@ from surgeon.training.texts import (
     TrainingText,
     TrainingWindows,
     TrainTexts,
-    each_by_itself,
     load_texts,
-    texts_by_weight,
+    pad_pieces,
+    parse_texts,
 )
-from surgeon.training.token_store import TextSource
+from surgeon.training.token_store import IGNORED, Documents, TextSource
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.training.runs import in_training, same, weights
 
@@ -122,7 +121,7 @@ def test_of_several_texts_each_holds_out_its_share(tmp_path: Path) -> None:
 
 def test_nothing_to_predict_is_not_measured() -> None:
     with pytest.raises(ValueError, match="nothing is predicted in what is held out of rows"):
-        each_by_itself([], "rows")
+        pad_pieces([], "rows")
 
 
 def test_too_little_text(text: str) -> None:
@@ -171,7 +170,7 @@ def test_several_texts_have_their_turns_by_weight() -> None:
 def test_windows_of_several_texts(text: str, tmp_path: Path) -> None:
     other = tmp_path / "other.txt"
     other.write_text(" ".join(str(number) for number in range(5000, 5400)))
-    several = texts_by_weight([f"{text}=3", f"{other}=1"])
+    several = parse_texts([f"{text}=3", f"{other}=1"])
     found = load_texts(tiny_tokenizer(), several, 8, 80, held_out_tokens=32)
     assert [part.windows for part in found.training.parts] == [9, 4]
     assert found.held_out.ids.shape == (4, 8)
@@ -183,9 +182,9 @@ def test_windows_of_several_texts(text: str, tmp_path: Path) -> None:
     other_way = load_texts(tiny_tokenizer(), swapped, 8, 80, held_out_tokens=32)
     assert other_way.training.digest != found.training.digest
     with pytest.raises(ValueError, match="has no weight, as each of several texts needs one; write .*=0.5, say"):
-        texts_by_weight([text, f"{other}=1"])
+        parse_texts([text, f"{other}=1"])
     with pytest.raises(ValueError, match="is given twice"):
-        texts_by_weight([f"{text}=1", f"{text}=2"])
+        parse_texts([f"{text}=1", f"{text}=2"])
     with pytest.raises(ValueError, match=r"weight of .*text.txt must be a number above 0, not 0"):
         load_texts(tiny_tokenizer(), {text: 0.0}, 8, 80)
 

@@ -37,7 +37,7 @@ from surgeon.language.program import Program, steps_of
 from surgeon.language.sublayer import FEED_FORWARD, Sublayer
 from surgeon.models.weights import FactorSource, TruncatedSVD
 from surgeon.processes.journal import Journal, read_journal
-from surgeon.quality.head import ByWindow, OutputHead, ReferencePredictions, TextReferences, one_after_the_other
+from surgeon.quality.head import ByWindow, OutputHead, ReferencePredictions, TextReferences, concatenate_windows
 from surgeon.quality.summary import ACCEPTANCES
 from surgeon.threads import Beside, one_at_a_time, torch_threads
 
@@ -261,12 +261,12 @@ class _Run:
             running = [self.original, *running]
         elif self.original in wanted:
             known = [_on_cpu(self._with_blocks(self.options.references[part].quality)) for part in parts]
-            yield MeasuredWindows(self.original, windows.start, one_after_the_other(known))
+            yield MeasuredWindows(self.original, windows.start, concatenate_windows(known))
         if running:
             self.plan_for(running)
             for program, found in side_by_side([partial(self._lane, part) for part in parts]):
                 if program in wanted:
-                    yield MeasuredWindows(program, windows.start, one_after_the_other(found))
+                    yield MeasuredWindows(program, windows.start, concatenate_windows(found))
 
     def plan_for(self, running: Collection[Program]) -> None:
         """Take the part of the plan that reaches these programs, which are in its order."""

@@ -26,7 +26,7 @@ from surgeon.language.program import Node, Program
 from surgeon.language.sublayer import Sublayer
 from surgeon.models.edited_layers import ModelMachine
 from surgeon.models.weights import FactorSource
-from surgeon.quality.head import OutputHead, joined
+from surgeon.quality.head import OutputHead, join_measures
 
 Renaming = Callable[[Sublayer], Sublayer]
 Seen = Callable[..., None]  # gets a matrix and its inputs, (..., in); of experts, too, who is sent to which (EXPERTS)
@@ -131,12 +131,12 @@ class ReferenceText:
 
     def nll(self) -> NDArray[np.float64]:
         """Its own negative log-likelihood, (windows,), nats per token."""
-        return joined([known.quality for known in self.predictions])[0]
+        return join_measures([known.quality for known in self.predictions])[0]
 
     def quality(self, run: ProgramRun) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Negative log-likelihood of another, and its divergence from this one, (windows,) each, nats per token."""
         parts = zip(run.rest(), self.predictions, strict=True)
-        return joined([self.head.compare(stream, known) for (_, stream), known in parts])
+        return join_measures([self.head.compare(stream, known) for (_, stream), known in parts])
 
 
 def matrices_in(node: Node, matrices: Collection[Matrix]) -> list[Matrix]:

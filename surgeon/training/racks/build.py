@@ -1,4 +1,4 @@
-"""Racks out of a whole model in memory, and a whole model out of racks."""
+"""Racks cut out of a whole model in memory, and put together to a whole model again."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from surgeon.training.racks.model import (
     build_stretch,
     config_for,
     named_layers,
-    renumbered,
+    renumber_layers,
     tensors_of,
 )
 from surgeon.training.racks.partition import Racks, layers_in
 
 
 def rack_of(whole: PreTrainedModel, racks: Racks, index: int, seed: int | None = None) -> RackModel:
-    """One rack of a model, with numbers of its own, so that the whole model is not needed any more.
+    """Copy one rack out of a model.
 
-    A rack has its own layers, a coda's, a final norm and a head; the first one the embeddings, too. Where the whole
-    model's head is its embedding, every rack begins with a copy of that as its head.
+    A rack has its own layers, a coda's, a final norm and a head; the first one the embeddings, too. Where the model's
+    head is its embedding, every rack's head begins as a copy of that.
 
     Args:
         whole: edited or not; it is left as it is.
-        racks: of its program, in the numbers of whichever layers that was edited from.
-        seed: of the random numbers that the coda begins with, as a new model would, but for a head that was the
-            embedding; None begins with copies of the model's last layers, norm and head.
+        racks: of its program, in the numbers of the layers that it was edited from.
+        seed: of the coda's first random numbers, as of a new model, but for a head that was the embedding; None copies
+            the model's last layers, norm and head.
 
     Raises:
         ValueError: if the model runs another program, or has tensors that no rack is to have.
@@ -60,12 +60,12 @@ def rack_of(whole: PreTrainedModel, racks: Racks, index: int, seed: int | None =
         tensors |= found.outside(*family.embeddings)
     config = config_for(found.config, [*layers_in(own), *layers_in(private)], tied and len(racks) == 1)
     numbers = {name: one.clone(memory_format=torch.contiguous_format) for name, one in tensors.items()}
-    program = renumbered(own) + renumbered(private, count)
+    program = renumber_layers(own) + renumber_layers(private, count)
     return RackModel(racks, index, build_stretch(config, program, numbers, index == 0, len(own)))
 
 
 def _random(found: ModelTensors, sources: list[int], seed: int, first: int) -> dict[str, Tensor]:
-    """The numbers that a new model of such layers begins with: its layers, numbered from `first`, its norm and head."""
+    """The first numbers of a new model of such layers: layers, numbered from `first`, norm and head."""
     family = found.family
     config = config_for(found.config, sources or [0], tied=False)
     dtype = next(iter(found.others.values())).dtype
@@ -79,11 +79,7 @@ def _random(found: ModelTensors, sources: list[int], seed: int, first: int) -> d
 
 
 def require_known(found: ModelTensors) -> None:
-    """Refuse a model with tensors that no rack would have.
-
-    Raises:
-        ValueError: naming one.
-    """
+    """Refuse a model with tensors that no rack would have."""
     family = found.family
     known = found.outside(*family.embeddings, family.final_norm, family.head)
     if (name := next((one for one in found.others if one not in known), None)) is not None:
@@ -94,9 +90,9 @@ def require_known(found: ModelTensors) -> None:
 
 
 def assemble(whole: PreTrainedModel, racks: Racks, trained: Sequence[RackModel]) -> PreTrainedModel:
-    """The whole model with the layers of its racks, the first one's embeddings, and the last one's norm and head.
+    """Build the whole model of its racks' layers, the first one's embeddings, and the last one's norm and head.
 
-    Where there are several racks, an embedding that was also the head is so no more: both are stored from then on.
+    Of several racks, an embedding that was also the head is stored apart from it.
 
     Args:
         whole: that the racks were cut out of; it is left as it is.

@@ -1,8 +1,8 @@
-"""Messages between racks, by torch.distributed (gloo): streams from each rack to the next, codas among all of them.
+"""Streams and codas between racks: by torch.distributed (gloo) between processes, by files between racks in turn.
 
-A rack needs its streams in the order in which the rack before makes them, so nobody asks: one sends, the other
-receives, and bounded queues hold back a rack that is too far ahead. What a rack has sent is not kept. Where a process
-ends, the connections of all others break, and all racks go on from a checkpoint that every one of them has (`meeting`).
+A rack needs streams in the order in which the rack before makes them, so it just receives; bounded queues hold back a
+rack that is too far ahead. Sent streams are not kept. Where a process ends, all connections break, and all racks resume
+from a checkpoint that every one of them has.
 """
 
 from __future__ import annotations
@@ -10,17 +10,21 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from queue import Full, Queue
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
+from surgeon.processes.files import check_space, whole_file
 from surgeon.runtime.comm.link import Line, Link, SystemClock
-from surgeon.training.racks.rack_log import RackLog
-from surgeon.training.racks.streams import ItemKey, ItemKind
+from surgeon.training.racks.rack_log import ItemKey, ItemKind, RackLog
 
 # A rack waits for the one before it as long as that computes; one that ends breaks its connections at once.
 PATIENCE = timedelta(days=1)
@@ -32,13 +36,13 @@ _NO_MORE = -1  # in place of a kind
 
 
 class RackExchange:
-    """What one rack sends and receives; of several processes that share a rack, each has to do with its own number.
+    """Connections of one rack to all others; replicas of a rack connect to those of their own number.
 
-    Where another process ends, everything here raises RuntimeError, as torch.distributed does.
+    Where another process ends, every method raises RuntimeError, as torch.distributed does.
 
     Attributes:
-        index: this rack's.
-        racks: how many there are.
+        index: of this rack.
+        racks: their number.
     """
 
     def __init__(
@@ -47,7 +51,7 @@ class RackExchange:
         """Connect to all other racks, which do the same.
 
         Args:
-            store: in which the processes of the same number in each rack find each other.
+            store: of the processes of one replica number.
             ahead: windows that a rack may be ahead of the next one.
             link: emulated for all that is sent; the racks must be on one machine.
         """
@@ -72,17 +76,13 @@ class RackExchange:
             thread.start()
 
     def offer(self, *items: tuple[ItemKey, Tensor]) -> None:
-        """Send streams of windows, (tokens, width) each, to the next rack; waits where too many are under way."""
+        """Send streams of windows, (tokens, width) each, to the next rack; waits while the queue is full."""
         with self._log.waiting("wait_room", items[0][0]):
             for key, stream in items:
                 self._put((key, stream.detach().to("cpu", copy=True).contiguous()))
 
     def ask(self, key: ItemKey) -> Tensor:
-        """Wait for the stream of a window, (tokens, width), from the rack before.
-
-        Raises:
-            ValueError: if that rack has sent another one.
-        """
+        """Wait for the stream of a window, (tokens, width), from the rack before."""
         with self._log.waiting("wait_input", key):
             found = self._incoming.get()
             if isinstance(found, BaseException):
@@ -97,11 +97,7 @@ class RackExchange:
         return stream
 
     def gather(self, step: int, coda: Tensor) -> list[Tensor]:
-        """The codas of all racks after a step, (numbers,) each, in the racks' order; each rack gives its own.
-
-        Raises:
-            ValueError: if one has another number of them.
-        """
+        """Gather the codas of all racks after a step, (numbers,) each, in the racks' order."""
         with self._log.waiting("wait_input", ItemKey(step, ItemKind.CODA)):
             others = self.racks - 1
             due = 0.0
@@ -132,12 +128,11 @@ class RackExchange:
             self._saved = None
 
     def checkpoint_saved(self) -> None:
-        """Say that this rack has another checkpoint; the others say it of theirs when they have it."""
         self.before_checkpoint()
         self._saved = self._checkpoints.barrier()
 
     def finish(self) -> None:
-        """Wait until everything has been sent and received, and all racks are as far."""
+        """Wait until everything is sent and received, and all racks are done."""
         if self.index + 1 < self.racks:
             self._put(None)
         if self.index > 0 and (rest := self._incoming.get()) is not None:
@@ -194,3 +189,99 @@ class RackExchange:
 
 def _connect(store: Store, index: int, racks: int) -> Any:
     return ProcessGroupGloo(store, index, racks, PATIENCE)
+
+
+_STREAMS = "streams"  # of a file: (windows, tokens, width)
+
+
+@dataclass(frozen=True)
+class RackStreams:
+    """Streams that a rack takes and gives, a micro-batch at a time.
+
+    Places count windows in the run's order; step s, from 1, has those from (s - 1) * batch on.
+
+    Attributes:
+        batch: windows of a step.
+        source: None for the first rack.
+        sink: None for the last one.
+    """
+
+    batch: int
+    source: RackExchange | KeptStreams | None = None
+    sink: RackExchange | KeptStreams | None = None
+
+    def take(self, places: Tensor) -> Tensor | None:
+        """Ask for the streams of a micro-batch, (windows, tokens, width); None in the first rack."""
+        if self.source is None:
+            return None
+        return torch.stack([self.source.ask(key) for key in self._keys(places)])
+
+    def give(self, places: Tensor, stream: Tensor) -> None:
+        if self.sink is not None:
+            self.sink.offer(*zip(self._keys(places), stream, strict=True))
+
+    def take_held_out(self, step: int, window: int) -> Tensor | None:
+        """Ask for the stream of a held-out window, (1, tokens, width), after so many steps of the rack before."""
+        if self.source is None:
+            return None
+        return self.source.ask(ItemKey(step, ItemKind.HELD_OUT, window))[None]
+
+    def give_held_out(self, step: int, window: int, stream: Tensor) -> None:
+        if self.sink is not None:
+            self.sink.offer((ItemKey(step, ItemKind.HELD_OUT, window), stream[0]))
+
+    def _keys(self, places: Tensor) -> list[ItemKey]:
+        return [ItemKey(one // self.batch + 1, ItemKind.TRAINING, one % self.batch) for one in places.tolist()]
+
+
+class KeptStreams:
+    """Streams in files, for a rack that is trained later.
+
+    A stream that is offered again stays as it was. Each offer is a file, of windows that follow each other.
+
+    Args:
+        folder: in the folder of the rack before; it is made.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._places: dict[ItemKey, tuple[Path, int]] = {}  # file, and which window in it
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.glob("*.safetensors"):
+            step, kind, first, count = map(int, path.stem.split("-"))
+            self._note(path, ItemKey(step, ItemKind(kind), first), count)
+
+    def _note(self, path: Path, first: ItemKey, count: int) -> None:
+        for place in range(count):
+            self._places[first._replace(place=first.place + place)] = path, place
+
+    def require_room(self, needed: int) -> None:
+        """Refuse a run whose streams, of so many bytes, the disk cannot hold."""
+        check_space(self.folder, max(1, needed - sum(path.stat().st_size for path in self.folder.iterdir())))
+
+    def offer(self, *items: tuple[ItemKey, Tensor]) -> None:
+        """Write streams; they are on the disk before a checkpoint."""
+        step = items[0][0].step
+        if step > 1 and ItemKey(step - 1, ItemKind.TRAINING) not in self._places:
+            raise OSError(
+                f"{self.folder} has nothing of step {step - 1}: what was handed on earlier is gone; remove "
+                f"{self.folder.parent}, and the same command trains that rack again"
+            )
+        new = [(key, stream) for key, stream in items if key not in self._places]
+        if new:
+            first = new[0][0]
+            path = self.folder / f"{first.step:09}-{first.kind:d}-{first.place:06}-{len(new)}.safetensors"
+            with whole_file(path, durable=True) as beside:
+                save_file({_STREAMS: torch.stack([stream.detach().cpu() for _, stream in new])}, beside)
+            self._note(path, first, len(new))
+
+    def ask(self, key: ItemKey) -> Tensor:
+        try:
+            path, place = self._places[key]
+            with safe_open(path, framework="pt") as file:
+                stream: Tensor = file.get_slice(_STREAMS)[place]
+        except (KeyError, OSError, SafetensorError) as error:
+            raise OSError(
+                f"{self.folder} does not have {key}; remove {self.folder.parents[1]} to begin the run again"
+            ) from error
+        return stream

@@ -1,7 +1,7 @@
-"""What one rack computes: a stretch of a model's program, and a private coda that predicts from its end.
+"""One rack: a stretch of a model's program, and a private coda that predicts from its end.
 
-The loss is that of the coda's prediction; what the rack hands on has no gradient, so that nothing ever comes back to it
-from the racks behind it (`papers/block-wise-local-training.txt`). The last rack's coda is the end of the model itself.
+The loss is that of the coda's prediction; the stream that is handed on has no gradient, so that nothing comes back from
+later racks (`papers/block-wise-local-training.txt`). The last rack's coda is the end of the model itself.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from surgeon.training.racks.partition import Racks, layers_in
 
 
 class StretchLayers(EditedLayers):
-    """Edited layers whose stream may be replaced at the start, and is looked at on its way.
+    """Edited layers whose stream may be replaced at the start, and is recorded on its way.
 
     Attributes:
-        embeds: whether the stream begins here, with the embedded tokens.
-        watched: after how many nodes the stream is looked at; None for all.
-        apart: whether what comes after the watched nodes has no gradient for what comes before.
-        incoming: the stream of the next pass, (batch, tokens, hidden); None where it begins here.
-        outgoing: the stream of the last pass after the watched nodes, without a gradient.
+        embeds: whether the stream begins with the embedded tokens.
+        watched: number of nodes after which the stream is recorded; None for all.
+        apart: whether nodes behind the watched ones have no gradient for those before.
+        incoming: stream of the next pass, (batch, tokens, hidden); None where it begins here.
+        outgoing: stream of the last pass after the watched nodes, without a gradient.
     """
 
     embeds = True
@@ -75,7 +75,7 @@ class StretchLayers(EditedLayers):
 
 
 class SilentEmbedding(nn.Module):
-    """Stands for an embedding, of tokens or positions, that a stretch further on does not have: it gives zeros."""
+    """Zeros in place of the embeddings, of tokens or positions, that later stretches do not have."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -83,17 +83,16 @@ class SilentEmbedding(nn.Module):
         self.register_buffer("zeros", torch.zeros(width, dtype=dtype), persistent=False)
 
     def forward(self, ids: Tensor, *_: Any, **__: Any) -> Tensor:
-        """(batch, tokens, width) for (batch, tokens)."""
         return self.zeros.repeat(*ids.shape, 1)
 
 
 def build_stretch(
     config: Any, program: Program, tensors: Mapping[str, Tensor], embeds: bool, watched: int | None = None
 ) -> PreTrainedModel:
-    """A model of these tensors, which it takes as they are, without a copy.
+    """Build a model of these tensors, without a copy.
 
     Args:
-        config: of the stock model with as many layers as there are tensors of.
+        config: of the stock model with as many layers.
         program: over these layers.
         tensors: by the parameters' names; those of the embeddings only if the stream begins here.
         watched: as `StretchLayers` has it.
@@ -117,7 +116,6 @@ def build_stretch(
 
 
 def _silence(model: PreTrainedModel, family: Family, tensors: Mapping[str, Tensor]) -> None:
-    """Put stand-ins in the place of the embeddings."""
     dtype = next(iter(tensors.values())).dtype
     for path in family.embeddings:
         parent, _, name = path.rpartition(".")
@@ -147,15 +145,15 @@ def _fill(model: PreTrainedModel, tensors: Mapping[str, Tensor], family: Family)
 
 
 def stretch_layers(model: nn.Module) -> StretchLayers:
-    """The layers of a stretch, whatever is wrapped around its model."""
+    """The layers of a stretch, inside any wrapper of its model."""
     found = next((module for module in model.modules() if isinstance(module, StretchLayers)), None)
     assert found is not None
     return found
 
 
 @contextmanager
-def fed(model: nn.Module, stream: Tensor | None) -> Iterator[StretchLayers]:
-    """A stretch whose passes take this stream, (batch, tokens, hidden), while inside; None for the embedded tokens."""
+def feed_stream(model: nn.Module, stream: Tensor | None) -> Iterator[StretchLayers]:
+    """Give a stretch's passes this stream, (batch, tokens, hidden); None for the embedded tokens."""
     layers = stretch_layers(model)
     layers.incoming = stream
     try:
@@ -166,12 +164,12 @@ def fed(model: nn.Module, stream: Tensor | None) -> Iterator[StretchLayers]:
 
 @dataclass(frozen=True)
 class ModelTensors:
-    """The numbers of a model, shared with it.
+    """Tensors of a model, shared with it.
 
     Attributes:
         config: of a stock model with these layers.
         program: over them.
-        layers: the tensors of each, by their names in the layer.
+        layers: tensors of each, by their names in the layer.
         others: those outside the layers, by their names in the model; of tied ones both.
     """
 
@@ -182,26 +180,19 @@ class ModelTensors:
 
     @property
     def family(self) -> Family:
-        """The model's architecture."""
         return family_of(self.config)
 
     def outside(self, *paths: str) -> dict[str, Tensor]:
-        """The tensors of modules outside the layers."""
         return {
             name: tensor for name, tensor in self.others.items() if any(name.startswith(f"{path}.") for path in paths)
         }
 
     def named(self) -> dict[str, Tensor]:
-        """All of them by their names in the model."""
         return self.others | named_layers(self.family, self.layers)
 
 
 def tensors_of(model: PreTrainedModel) -> ModelTensors:
-    """The tensors of a model; averages and slices that its program has are layers behind its own.
-
-    Raises:
-        ValueError: if a layer holds what its architecture does not have.
-    """
+    """Collect the tensors of a model; averages and slices of its program are layers behind its own."""
     prefix = f"{family_of(model.config).layers}."
     with stock_model(model) as stock:
         config = copy.deepcopy(model.config)
@@ -213,8 +204,8 @@ def tensors_of(model: PreTrainedModel) -> ModelTensors:
     return ModelTensors(config, stock.program, layers, others)
 
 
-def tensors_by(model: PreTrainedModel, program: Program) -> ModelTensors:
-    """The same under the numbers of the program that the model was edited with, where slices are of its own layers.
+def tensors_of_program(model: PreTrainedModel, program: Program) -> ModelTensors:
+    """Collect a model's tensors under the numbers of the program that it was edited with.
 
     Args:
         program: over whole layers and slices of them.
@@ -232,7 +223,7 @@ def tensors_by(model: PreTrainedModel, program: Program) -> ModelTensors:
 
 
 def named_layers(family: Family, layers: Iterable[Mapping[str, Tensor]], first: int = 0) -> dict[str, Tensor]:
-    """The tensors of layers by their names in the model, the first of them being that of this number."""
+    """Name tensors of layers as in the model, numbered from `first`."""
     return {
         f"{family.layers}.{first + index}.{name}": tensor
         for index, layer in enumerate(layers)
@@ -240,8 +231,8 @@ def named_layers(family: Family, layers: Iterable[Mapping[str, Tensor]], first: 
     }
 
 
-def renumbered(nodes: Sequence[Node], first: int = 0) -> Program:
-    """Nodes over their own layers alone, which are numbered in order from `first` on."""
+def renumber_layers(nodes: Sequence[Node], first: int = 0) -> Program:
+    """Renumber nodes over their own layers alone, from `first` on."""
     numbers = {layer: first + index for index, layer in enumerate(layers_in(nodes))}
 
     def rename(sublayer: Sublayer) -> Sublayer:
@@ -251,10 +242,10 @@ def renumbered(nodes: Sequence[Node], first: int = 0) -> Program:
 
 
 def config_for(config: Any, sources: Sequence[int], tied: bool) -> Any:
-    """A stock configuration of some of a model's layers.
+    """Make a stock configuration of some of a model's layers.
 
     Args:
-        sources: which of the layers that `config` describes, in their order.
+        sources: numbers of the layers, in their order.
         tied: whether the head is the embedding.
     """
     made = copy.deepcopy(config)
@@ -273,7 +264,7 @@ class RackModel:
 
     Attributes:
         racks: that it is one of.
-        index: which one.
+        index: its number.
         model: a stock model of the rack's own layers and its coda's, which runs their part of the program.
     """
 
@@ -283,49 +274,27 @@ class RackModel:
 
     @property
     def is_first(self) -> bool:
-        """Whether its stream begins with the embedded tokens."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether its prediction is the whole model's."""
         return self.index == self.racks.last
 
     @property
     def layers(self) -> StretchLayers:
-        """What runs the program."""
         return stretch_layers(self.model)
 
     @property
     def own_nodes(self) -> int:
-        """How many nodes of its program come before the private coda."""
+        """Number of nodes before the coda."""
         return len(self.racks.ranges[self.index].nodes)
 
-    def forward(self, input_ids: Tensor, stream: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The stream that is handed on, (batch, tokens, hidden), without a gradient, and the coda's logits.
-
-        Args:
-            input_ids: (batch, tokens).
-            stream: what the rack before handed on; None for the first rack.
-
-        Raises:
-            ValueError: if a rack that needs a stream has none, or one of another shape.
-        """
-        with fed(self.model, stream) as layers:
-            logits: Tensor = self.model(input_ids=input_ids, use_cache=False).logits
-            assert layers.outgoing is not None
-            return layers.outgoing, logits
-
     def tensors(self) -> ModelTensors:
-        """Its numbers, shared with it: its own layers, then its private coda's, under the numbers of its program."""
-        return tensors_by(self.model, self.layers.program)
+        """Tensors, shared with the rack, of its own layers and then its coda's, under the numbers of its program."""
+        return tensors_of_program(self.model, self.layers.program)
 
     def coda(self) -> Coda:
-        """The private coda, its numbers shared with it.
-
-        Raises:
-            ValueError: if it is the last rack, which has none.
-        """
+        """The private coda, its tensors shared with the rack."""
         if self.is_last:
             raise ValueError("the last rack has no coda of its own: its prediction is the model's")
         found = self.tensors()
@@ -335,19 +304,19 @@ class RackModel:
         sources = layers_in(nodes)
         config = config_for(found.config, sources or [0], tied=False)
         output = found.outside(family.final_norm, family.head)
-        return Coda(config, renumbered(nodes), output | named_layers(family, found.layers[first:]))
+        return Coda(config, renumber_layers(nodes), output | named_layers(family, found.layers[first:]))
 
     def coda_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters of its coda, by names that are the same in every rack; the last rack's are the model's own.
+        """Parameters of its coda, by names that are the same in every rack; the last rack's are the model's own.
 
-        The names are `layers.0...`, in the coda's own numbers (or with a slice in place of the number), `norm...` and
+        Names are `layers.0...`, in the coda's own numbers (or with a slice in place of the number), `norm...` and
         `head...`.
         """
         layers = self.layers
         family = family_of(self.model.config)
         nodes = Program(layers.program.nodes[len(layers.program) - len(self.racks.coda) :])
         found: dict[str, nn.Parameter] = {}
-        for own, shared in zip(nodes.sublayers(), renumbered(nodes.nodes).sublayers(), strict=True):
+        for own, shared in zip(nodes.sublayers(), renumber_layers(nodes.nodes).sublayers(), strict=True):
             derived = layers.is_derived(own)
             place = str(shared) if derived else str(shared.layers[0])
             for name, parameter in layers.owner(own).named_parameters():
@@ -359,13 +328,7 @@ class RackModel:
 
 
 def save_rack(rack: RackModel, path: Path) -> None:
-    """Write a rack: its tensors, and as metadata its place among the racks, its configuration and its program.
-
-    The file is there whole or not at all.
-
-    Raises:
-        OSError: if the disk is full or cannot be written.
-    """
+    """Write a rack's tensors, with its place, configuration and program as metadata, whole or not at all."""
     found = rack.tensors()
     racks = rack.racks
     said = {
@@ -384,12 +347,7 @@ def save_rack(rack: RackModel, path: Path) -> None:
 
 
 def open_rack(path: Path) -> RackModel:
-    """A rack that was written; only its own tensors come into memory.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if it is damaged, or no rack's.
-    """
+    """Read a rack; only its own tensors come into memory."""
     read_header(path)
     with safe_open(path, framework="pt") as file:
         said: Any = (file.metadata() or {}).get(_KEY)

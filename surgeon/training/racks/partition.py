@@ -1,11 +1,11 @@
 """Racks: a program cut by depth into stretches, each of which is trained by itself.
 
-A rack ends where all that ran before it has layers below the next rack's first one, and all that comes after has layers
-from there on, so that a range of layers says which stretch of the program a rack runs. No node is cut: not a step whose
-sublayers are of two racks, not a fork, not an average. A rack does not begin with a late step, which reads the stream
-as it was before the last step of the rack before, while what comes from there has that step in it.
+All nodes before a rack have layers below its first one, and all nodes from there on have layers from that on, so that a
+range of layers names a stretch of the program. No node is cut: no step, fork or average with layers of two racks. A
+rack does not begin with a late step, which reads the stream before the last step of the rack before, while the stream
+from there has that step in it.
 
-Every rack but the last has a coda of its own, made like the program's last layers; the last rack's coda are those.
+Every rack but the last has a coda of its own, made like the program's last layers, which are the last rack's coda.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class RackRange:
     """One rack.
 
     Attributes:
-        index: from 0, in the order in which the stream goes through them.
+        index: from 0, in program order.
         layers: in the numbers of the unedited model.
         nodes: of the program.
     """
@@ -43,10 +43,10 @@ class Racks:
     """A program cut into racks.
 
     Attributes:
-        program: the whole of it.
+        program: the whole.
         ranges: the racks, in order.
-        depth: how many layers a coda has; with 0 it is a norm and a head only.
-        coda: the nodes of the program that codas are made like; the last rack has these themselves.
+        depth: layers of a coda; with 0 it is a norm and a head only.
+        coda: nodes of the program that codas are made like, those of the last rack.
     """
 
     program: Program
@@ -56,7 +56,7 @@ class Racks:
 
     @classmethod
     def parse(cls, texts: str | Sequence[str], program: Program, depth: int = 1) -> Racks:
-        """Racks from ranges of layers.
+        """Parse racks from ranges of layers.
 
         Args:
             texts: "0:8,8:16" or ["0:8", "8:16"]; layers count from 0, and 0:8 are layers 0 to 7.
@@ -64,8 +64,8 @@ class Racks:
             depth: layers of a coda.
 
         Raises:
-            ValueError: if the ranges do not cover the program one after the other, one of them holds nothing, a node
-                is cut, a rack would begin with a late step, or the coda is deeper than the last rack.
+            ValueError: if the ranges do not cover the program one after the other, one of them holds nothing, a node is
+                cut, a rack would begin with a late step, or the coda is deeper than the last rack.
         """
         ranges = [parse_range(text.strip()) for text in (texts.split(",") if isinstance(texts, str) else texts)]
         _check_order(ranges, _end(program))
@@ -84,33 +84,30 @@ class Racks:
 
     @property
     def texts(self) -> list[str]:
-        """The racks as `parse` reads them."""
         return list(map(str, self.ranges))
 
     @property
     def ends(self) -> list[int]:
-        """After how many nodes of the program each rack ends."""
+        """Number of nodes of the program at the end of each rack."""
         return [rack.nodes.stop for rack in self.ranges]
 
     @property
     def last(self) -> int:
-        """The last rack's index."""
         return len(self.ranges) - 1
 
     def private(self, index: int) -> range:
-        """The nodes that a rack's private coda is made like; none for the last rack, whose coda is the program's."""
+        """Nodes that a rack's private coda is made like; none for the last rack."""
         if index == self.last:
             return range(0)
         return self.coda
 
 
 def allowed_cuts(program: Program) -> list[int]:
-    """The layers, above 0, at which a rack may begin."""
+    """Layers, above 0, at which a rack may begin."""
     return [layer for layer in range(1, _end(program)) if _begins(program, layer) is not None]
 
 
 def _end(program: Program) -> int:
-    """One more than the highest layer that a program runs."""
     return 1 + max(layers_in(program.nodes), default=-1)
 
 
@@ -136,7 +133,7 @@ def _check_order(ranges: list[range], end: int) -> None:
 
 
 def _begins(program: Program, layer: int) -> int | None:
-    """The number of nodes before a rack that begins at this layer; None if none may."""
+    """Number of nodes before a rack that begins at this layer; None if none may."""
     nodes = program.nodes
     start = next((i for i, node in enumerate(nodes) if layers_in([node])[-1] >= layer), len(nodes))
     first = nodes[start] if 0 < start < len(nodes) else None
@@ -147,11 +144,7 @@ def _begins(program: Program, layer: int) -> int | None:
 
 
 def _node_at(program: Program, layer: int, what: str) -> int:
-    """The node with which a rack, or a coda, begins whose first layer is this.
-
-    Raises:
-        ValueError: naming what stands in its way, and where a rack may begin.
-    """
+    """Number of nodes before a rack, or a coda, that begins at this layer."""
     start = _begins(program, layer)
     if start is not None:
         return start
@@ -190,5 +183,5 @@ def _coda(program: Program, last: RackRange, depth: int) -> range:
 
 
 def layers_in(nodes: Iterable[Node]) -> list[int]:
-    """The layers that nodes have, in order."""
+    """Layers of nodes, in order."""
     return sorted({layer for step in steps_of(tuple(nodes)) for one in step.sublayers for layer in one.layers})

@@ -1,22 +1,21 @@
 """One rack's process: `python -m surgeon.training.racks.process RUN RACK --meet HOST:PORT`.
 
-The supervisor starts all of them, and again where one is killed. By hand, on several machines: a copy of RUN as it was
-prepared (racks.json, texts.arrow, texts.safetensors, start/) lies on each of them, and every rack gets the same
-address, of the machine of rack 0, at a port that is free there:
+The supervisor starts all of them, and again where one is killed. By hand, on several machines, each has a copy of the
+prepared RUN (racks.json, texts.arrow, texts.safetensors, start/), and every rack gets the same address, of rack 0's
+machine, at a free port:
 
     python -m surgeon.training.racks.process RUN 1 --meet 10.0.0.1:4000
 
-Where one ends, all do, and the same commands go on from the newest checkpoint that all racks have. When all are done,
+Where one ends, all do, and the same commands resume from the newest checkpoint that all racks have. When all are done,
 and every RUN/rack-R is back in RUN, the command that prepared it gathers the result. Like torchrun's, the connections
-are neither encrypted nor is asked who comes: the machines need a network of their own.
+are neither encrypted nor authenticated: the machines need a network of their own.
 
-Where several processes share a rack's batches, torchrun starts them, with the same arguments:
+Replicas of a rack are started by torchrun, with the same arguments, and see one folder RUN:
 
     torchrun --standalone --nproc-per-node 2 -m surgeon.training.racks.process RUN 1 --meet 10.0.0.1:4000
 
-The first one exchanges streams with the first ones of other racks, the second one with the second ones, ...: each has
-its own windows'. They know each other as torchrun has it (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), and see one
-folder RUN.
+Each exchanges its windows' streams with the replica of its number in other racks, and finds its own rack's by torchrun
+(RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -44,12 +43,12 @@ from surgeon.processes.files import write_json
 from surgeon.processes.rendezvous import connect_store, key_prefix, serve_store
 from surgeon.processes.sockets import interface_of, interface_variables
 from surgeon.processes.torchrun import TorchrunEnvironment
+from surgeon.quality.text import HeldOutQuality
 from surgeon.training.arguments import share_of_batch
-from surgeon.training.checkpoints import beside_others, checkpoints_of, fault_of, remove_checkpoint
-from surgeon.training.held_out import HeldOutQuality
-from surgeon.training.racks.exchange import PATIENCE, RackExchange
+from surgeon.training.checkpoints import checkpoints_of, fault_of, naming_ended_process, remove_checkpoint
+from surgeon.training.racks.exchange import PATIENCE, RackExchange, RackStreams
 from surgeon.training.racks.model import RackModel, open_rack
-from surgeon.training.racks.rack_log import PacedLoss, RackLog
+from surgeon.training.racks.rack_log import RackLog, paced_loss
 from surgeon.training.racks.run_files import (
     PROCESS_FILE,
     RESULT_FILE,
@@ -60,11 +59,9 @@ from surgeon.training.racks.run_files import (
     start_file,
     teacher_file,
 )
-from surgeon.training.racks.streams import RackStreams
-from surgeon.training.racks.task import rack_task
-from surgeon.training.racks.trained import train_rack
+from surgeon.training.racks.task import rack_task, train_rack
 from surgeon.training.run import TrainingTask
-from surgeon.training.sharding import set_whole, whole_of
+from surgeon.training.sharding import gather_whole, set_whole
 
 FAILED = 1  # exit statuses
 DIVERGED = 4
@@ -72,15 +69,12 @@ Address = tuple[str, int]
 
 
 def open_store(meet: Address, index: int, is_held: bool, away: float) -> Store:
-    """The store in which racks find each other, at an address of rack 0's machine.
+    """Open the store in which racks find each other, on rack 0's machine.
 
     Args:
-        index: of the rack whose process this is: the first one's holds the store.
+        index: of this process's rack: the first one's holds the store.
         is_held: whether another process holds it already.
-        away: seconds that the other racks are waited for.
-
-    Raises:
-        OSError: if the port is taken, or nobody holds the store in time.
+        away: seconds to wait for the other racks.
     """
     host, port = meet
     place = TorchrunEnvironment(index, index + 1, 0, 1, host, port, patience=away)
@@ -103,11 +97,7 @@ def open_store(meet: Address, index: int, is_held: bool, away: float) -> Store:
 
 
 def interface_to(meet: Address) -> str | None:
-    """The network interface by which this machine reaches an address, such as eth0; None if that cannot be told.
-
-    Raises:
-        OSError: if the address is no machine's.
-    """
+    """Name the network interface towards an address, such as eth0; None if unknown."""
     try:
         family, _, _, _, address = socket.getaddrinfo(*meet, type=socket.SOCK_DGRAM)[0]
     except socket.gaierror as error:
@@ -120,19 +110,16 @@ def interface_to(meet: Address) -> str | None:
 
 
 def agree(store: Store, run: Path, index: int, racks: int, first: bool, away: float) -> bool:
-    """Have all racks go on from the newest checkpoint that every one of them has; later ones are removed.
+    """Have all racks resume from the newest checkpoint that every one of them has; later ones are removed.
 
-    A rack that is done begins there again, too, if another one is not: the other one needs its streams.
+    A rack that is done begins there again, too, if another one is not, which needs its streams.
 
     Args:
         first: whether this is the first of the rack's processes, which answers for all of them.
-        away: seconds that the others are waited for.
+        away: seconds to wait for the others.
 
     Returns:
         Whether all racks are done.
-
-    Raises:
-        OSError: if a rack does not come in time.
     """
     folder = rack_folder(run, index)
     if first:
@@ -144,7 +131,7 @@ def agree(store: Store, run: Path, index: int, racks: int, first: bool, away: fl
         if not all_done:
             (folder / RESULT_FILE).unlink(missing_ok=True)
             common = newest_common([steps for _, steps in said])
-            for step, path in checkpoints_of(folder).items() if folder.is_dir() else ():
+            for step, path in checkpoints_of(folder).items():
                 if step > common:
                     remove_checkpoint(path)
         store.set(f"{index} is ready", "")
@@ -159,58 +146,48 @@ def _read(store: Store, key: str, rack: int, away: float) -> bytes:
         raise OSError(f"rack {rack} has not come within {away:g} s; start it, then the same command goes on") from None
 
 
-def common_step(folders: Sequence[Path]) -> int:
-    """The last step that all of these racks have a whole checkpoint of; 0, the beginning, where there is none."""
-    return newest_common([whole_checkpoints(folder) for folder in folders])
-
-
 def whole_checkpoints(folder: Path) -> list[int]:
-    """The steps of a run's checkpoints that are whole."""
-    if not folder.is_dir():
-        return []
+    """Steps of a run's whole checkpoints."""
     return [step for step, path in checkpoints_of(folder).items() if fault_of(path) is None]
 
 
 def newest_common(steps: Sequence[Sequence[int]]) -> int:
-    """The last step that all have a checkpoint of; 0, the beginning, where there is none."""
+    """The last step that all have a checkpoint of; 0, the beginning, without one."""
     return max(set.intersection(*map(set, steps)), default=0)
 
 
 def mean_of(codas: list[Tensor]) -> Tensor:
-    """The mean of the racks' codas, (numbers,) each: summed in the order of the racks, so that all find the same."""
+    """Average the racks' codas, (numbers,) each, summed in the order of the racks, so that all get the same."""
     total = codas[0].clone()
     for coda in codas[1:]:
         total += coda
     return total / len(codas)
 
 
+@dataclass(eq=False)
 class CodaAveraging(TrainerCallback):
-    """Sets a rack's coda to the mean of all racks' codas, where it waits for the slowest.
+    """Sets a rack's coda to the mean of all racks' codas, waiting for the slowest.
 
-    The last rack's coda, the model's own end, takes part like any other. Each rack's optimiser keeps its own state.
+    The last rack's coda, the model's own end, takes part. Each rack's optimiser keeps its own state.
 
     Args:
-        parameters: gives those of this rack's coda, by names that are the same in all racks; where the rack's processes
-            share them out, they are others from the first step on.
+        parameters: gives those of this rack's coda, by names that are the same in all racks; sharding replaces them
+            before the first step.
         every: steps.
         exchange: with the other racks.
     """
 
-    def __init__(
-        self, parameters: Callable[[], Mapping[str, nn.Parameter]], every: int, exchange: RackExchange
-    ) -> None:
-        self.parameters = parameters
-        self.every = every
-        self.exchange = exchange
+    parameters: Callable[[], Mapping[str, nn.Parameter]]
+    every: int
+    exchange: RackExchange
 
     @torch.no_grad()
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Before anything is measured or kept after this step."""
         del args, control, kwargs
         if state.global_step % self.every:
             return
         coda = [one for _, one in sorted(self.parameters().items())]
-        own = torch.cat([whole_of(one).flatten().cpu() for one in coda])
+        own = torch.cat([gather_whole(one).flatten().cpu() for one in coda])
         mean = mean_of(self.exchange.gather(state.global_step, own))
         begin = 0
         for one in coda:
@@ -218,37 +195,33 @@ class CodaAveraging(TrainerCallback):
             begin += one.numel()
 
 
+@dataclass(eq=False)
 class RackKeeper(TrainerCallback):
-    """Keeps a rack's checkpoints in step with the others', so that there is one at every time that all have."""
+    """Keeps a rack's checkpoints in step with the others', so that all have one in common at any time."""
 
-    def __init__(self, exchange: RackExchange, log: RackLog) -> None:
-        self.exchange = exchange
-        self.log = log
+    exchange: RackExchange
+    log: RackLog
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Computing begins."""
         self.log.begin_computing()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Before a checkpoint is written, and the oldest one removed."""
+        """Wait for the others before a checkpoint is written, and the oldest one removed."""
         del args, state
         if control.should_save:
             self.exchange.before_checkpoint()
 
     def on_save(self, *_: Any, **__: Any) -> None:
-        """There is another checkpoint."""
         self.exchange.checkpoint_saved()
         self.log.write()
 
 
 def run_rack(run: Path, index: int, meet: Address, is_held: bool = False) -> None:
-    """Train one rack, or go on with it, until all racks are done.
-
-    Where several processes share it, each of them calls this.
+    """Train one rack, or resume it, until all racks are done; each of its replicas calls this.
 
     Args:
-        meet: where the first rack's process listens, for all to find each other.
-        is_held: whether another process listens there already.
+        meet: address of the store in which all find each other.
+        is_held: whether another process holds it already.
 
     Raises:
         FileNotFoundError: if the run was not prepared.
@@ -290,12 +263,10 @@ def run_rack(run: Path, index: int, meet: Address, is_held: bool = False) -> Non
 def _task(
     exchange: RackExchange, log: RackLog, run: Path, plan: RacksPlan, rack: RackModel, held_out: HeldOutQuality
 ) -> TrainingTask:
-    """What a rack is trained by: its streams from and to other processes, and the callbacks that go with them."""
     settings = plan.settings
     streams = RackStreams(settings.batch, None if rack.is_first else exchange, None if rack.is_last else exchange)
-    if settings.distillation is None:
-        teacher = None
-    else:
+    teacher = None
+    if settings.distillation is not None:
         teacher = open_rack(teacher_file(run, rack.index))
     task = rack_task(rack, held_out, streams, teacher, settings.distillation)
     callbacks: list[TrainerCallback] = [RackKeeper(exchange, log)]
@@ -304,7 +275,7 @@ def _task(
         callbacks.insert(0, CodaAveraging(rack.coda_parameters, every, exchange))
     if plan.options.pace:
         assert task.towards is not None
-        task = replace(task, towards=PacedLoss(task.towards, plan.options.pace[rack.index], log))
+        task = replace(task, towards=paced_loss(task.towards, plan.options.pace[rack.index], log))
     return replace(task, callbacks=callbacks)
 
 
@@ -316,7 +287,7 @@ def _address(text: str) -> Address:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Be a rack, as the command line says."""
+    """Run a rack by its command line."""
     parser = argparse.ArgumentParser(
         prog="python -m surgeon.training.racks.process", description=__doc__.split("\n")[0]
     )
@@ -332,7 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     try:
-        with beside_others():
+        with naming_ended_process():
             run_rack(given.run, given.rack, given.meet, is_held=given.child)
     except Diverged as error:
         _fail(given.rack, first_line(error), DIVERGED)

@@ -1,109 +1,119 @@
-"""What went over a rack's connections, counted, and where its time went."""
+"""Traffic of a rack's connections, and a timeline of its work."""
 
 from __future__ import annotations
 
+import copy
 import csv
 import resource
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.autograd import Variable
 
 from surgeon.checkpoint.read import read_json
 from surgeon.processes.files import write_json
-from surgeon.training.racks.streams import ItemKey, ItemKind
+from surgeon.training.head_loss import LossParts
 from surgeon.training.run_log import read_rows
-from surgeon.training.trainer import LossParts
 
 TRAFFIC_FILE = "traffic.json"
 TIMELINE_FILE = "timeline.csv"
 COLUMNS = ("start", "end", "what", "kind", "step", "place", "bytes")
-_WAYS = ("sent", "received")
-_DIRECTIONS = ("forward", "codas")
 _MOST_ROWS = 256  # before they are written
 
-Way = Literal["sent", "received"]
-Direction = Literal["forward", "codas"]
+
+class ItemKind(IntEnum):
+    """Kinds of items, in the order in which a rack makes them after the same number of steps."""
+
+    TRAINING = 0
+    HELD_OUT = 1
+    CODA = 2
+
+
+class ItemKey(NamedTuple):
+    """Key of an item; keys are ordered as a rack makes the items.
+
+    Attributes:
+        step: of training, from 1, that it is an input of; of others, the number of steps made before.
+        place: of training, the window in the step's batch; of held-out text, the window.
+    """
+
+    step: int
+    kind: ItemKind
+    place: int = 0
+
+    def __str__(self) -> str:
+        what = {
+            ItemKind.TRAINING: f"window {self.place} of",
+            ItemKind.HELD_OUT: f"held-out window {self.place} after",
+            ItemKind.CODA: "the coda after",
+        }[self.kind]
+        return f"{what} step {self.step}"
 
 
 class RackLog:
-    """What a rack has sent and received, in this process and those before it, and what it did when.
+    """Traffic of a rack, in this process and earlier ones, and a timeline.
 
-    Traffic is counted in bytes and items by what they were: streams go forward, to the next rack, codas to all racks.
+    Traffic is counted in bytes and items by kind: streams go forward, to the next rack, codas to all racks.
 
-    The timeline is a table: start, end (seconds of this machine's monotonic clock), what, and of what item. A rack
-    computes (`compute`, the optimiser's steps and checkpoints among it) when it does not wait for input (`wait_input`)
-    or for room in front of the next rack (`wait_room`). Transfers (`send`), which go on beside that, last until they
-    have arrived, over an emulated link too.
+    The timeline is a table: start, end (seconds of this machine's monotonic clock), activity, and item. A rack computes
+    (`compute`, with the optimiser's steps and checkpoints) when it does not wait for input (`wait_input`) or for room
+    in front of the next rack (`wait_room`). Transfers (`send`) go on beside that, and last until they have arrived,
+    over an emulated link too.
 
     Attributes:
         waited: seconds in all.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        """Begin, or go on.
-
-        Args:
-            folder: of both files; what is in them stays. None keeps all in memory.
-        """
+        """Begin, or resume from the files of a folder; None keeps all in memory."""
         self.folder = folder
         self.waited = 0.0
         self._lock = threading.Lock()
-        self._bytes: Counter[tuple[str, str, str]] = Counter()
-        self._items: Counter[tuple[str, str, str]] = Counter()
+        self._traffic: dict[str, Any] = {
+            way: {direction: {"bytes": 0, "items": 0} for direction in ("forward", "codas")}
+            for way in ("sent", "received")
+        }
         self._rows: list[tuple[float, float, str, str, int, int, int]] = []
         self._computes_since: float | None = None
         if folder is None:
             return
         if (folder / TRAFFIC_FILE).is_file():
-            before = read_json(folder / TRAFFIC_FILE)
-            for way, direction in ((way, direction) for way in _WAYS for direction in _DIRECTIONS):
-                for kind, count in before[way][direction].items():
-                    if isinstance(count, dict):  # beside what they are in all
-                        self._bytes[way, direction, kind] = int(count["bytes"])
-                        self._items[way, direction, kind] = int(count["items"])
+            self._traffic = read_json(folder / TRAFFIC_FILE)
         whole = [row for row in read_rows(folder / TIMELINE_FILE) if set(COLUMNS) <= set(row)]
         with (folder / TIMELINE_FILE).open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, COLUMNS, lineterminator="\n", extrasaction="ignore")
             writer.writeheader()
             writer.writerows(whole)
 
-    def count(self, way: Way, direction: Direction, kind: ItemKind, size: int, items: int = 1) -> None:
-        """So many items, of so many bytes together."""
-        place = (way, direction, kind.name.lower())
+    def count(self, way: str, direction: str, kind: ItemKind, size: int, items: int = 1) -> None:
+        """Add items, of so many bytes together, that were "sent" or "received", "forward" or among "codas"."""
         with self._lock:
-            self._bytes[place] += size
-            self._items[place] += items
+            total = self._traffic[way][direction]
+            for each in (total, total.setdefault(kind.name.lower(), {"bytes": 0, "items": 0})):
+                each["bytes"] += size
+                each["items"] += items
 
     def traffic(self) -> dict[str, Any]:
-        """{"sent": {"forward": {"bytes", "items", "training": {"bytes", "items"}, ...}, ...}, "received": ..., "peak"}.
-
-        "peak" is the most memory that this process has held, in bytes.
-        """
-        found: dict[str, Any] = {way: {each: {"bytes": 0, "items": 0} for each in _DIRECTIONS} for way in _WAYS}
-        with self._lock:
-            for (way, direction, kind), size in self._bytes.items():
-                count = {"bytes": size, "items": self._items[way, direction, kind]}
-                total = found[way][direction]
-                total |= {name: total[name] + count[name] for name in count} | {kind: count}
+        """Nest the counts by way, direction and kind, with totals, and the process's peak memory in bytes."""
         unit = 1 if sys.platform == "darwin" else 1024  # Linux counts in kilobytes, macOS in bytes
-        return found | {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        with self._lock:
+            return copy.deepcopy(self._traffic) | {"peak": peak}
 
     def begin_computing(self) -> None:
-        """Computing begins now."""
         self._computes_since = time.monotonic()
 
     @contextmanager
-    def waiting(self, what: Literal["wait_input", "wait_room"], key: ItemKey) -> Iterator[None]:
-        """The time that something waits; before it, the rack has computed."""
+    def waiting(self, what: str, key: ItemKey) -> Iterator[None]:
+        """Time a wait; before it, the rack has computed."""
         begun = time.monotonic()
         if self._computes_since is not None:
             self.add(self._computes_since, begun, "compute", key)
@@ -122,7 +132,6 @@ class RackLog:
                 self._write_rows()
 
     def write(self) -> None:
-        """Write the counts as they are now, and what has been held back of the timeline."""
         with self._lock:
             self._write_rows()
         if self.folder is not None:
@@ -139,10 +148,10 @@ class RackLog:
 
 @dataclass(frozen=True)
 class RackPace:
-    """How slow a rack is made.
+    """Artificial slowness of a rack.
 
     Attributes:
-        factor: what the time of a micro-batch's forward and backward pass is multiplied with, by sleeping after it.
+        factor: multiplies the time of a micro-batch's forward and backward pass, by sleeping after it.
         least: seconds that they take at least.
     """
 
@@ -157,29 +166,22 @@ class RackPace:
             )
 
 
-class PacedLoss:
-    """A `LossParts` of which each micro-batch, with its backward pass, takes as long as a pace says.
+def paced_loss(loss: LossParts, pace: RackPace, log: RackLog) -> LossParts:
+    """Slow a loss, with its backward pass, down to a pace; waiting for others is not counted."""
 
-    What a rack waits for others is not counted.
-    """
+    def busy() -> float:
+        return time.monotonic() - log.waited
 
-    def __init__(self, inner: LossParts, pace: RackPace, log: RackLog) -> None:
-        self.inner = inner
-        self.pace = pace
-        self.log = log
-
-    def loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-        """As `LossParts` has it."""
-        begun = self._busy()
+    def slowed(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+        begun = busy()
 
         def rest() -> None:
-            took = self._busy() - begun
-            time.sleep(max(0.0, self.pace.factor * took - took, self.pace.least - took))
+            took = busy() - begun
+            time.sleep(max(0.0, pace.factor * took - took, pace.least - took))
 
-        parts = self.inner.loss(model, inputs)
+        parts = loss(model, inputs)
         engine: Any = Variable._execution_engine
         parts["loss"].register_hook(lambda _: engine.queue_callback(rest))  # when the backward pass is through
         return parts
 
-    def _busy(self) -> float:
-        return time.monotonic() - self.log.waited
+    return slowed

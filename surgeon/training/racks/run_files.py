@@ -1,28 +1,28 @@
-"""The folder of a run of racks in processes of their own: all that a rack's process has to know, and what it leaves.
+"""Files of a run of racks in processes of their own.
 
-RUN/racks.json            what is trained, and how: `RacksPlan`
+RUN/racks.json            `RacksPlan`
 RUN/texts.arrow           the training text, in windows
-RUN/texts.safetensors     the held-out text, in windows, and what both are
+RUN/texts.safetensors     the held-out text, in windows, and names of both
 RUN/start/rack-R.safetensors   the rack as it begins
 RUN/start/teacher-R.safetensors   its part of the original, where racks are distilled
 RUN/rack-R/               the rack's own run, as every run's folder: run.json, training.csv, held_out.csv, checkpoints
 RUN/rack-R/process.json   the number of the process, while it runs
-RUN/rack-R/timeline.csv   what it did when (`rack_log.RackLog`)
-RUN/rack-R/traffic.json   what it sent and received (`rack_log.RackLog`)
-RUN/rack-R/log.txt        what it said
-RUN/rack-R/rack.safetensors, result.json   what came of it
+RUN/rack-R/timeline.csv   `rack_log.RackLog`
+RUN/rack-R/traffic.json   `rack_log.RackLog`
+RUN/rack-R/log.txt        its output
+RUN/rack-R/rack.safetensors, result.json   its result
 
-Racks in turn leave the same, but for racks.json, texts.*, start/ and what a process has for itself; their streams lie
-in RUN/rack-R/streams/.
+Racks in turn leave the same, but for racks.json, texts.*, start/ and files of processes; their streams lie in
+RUN/rack-R/streams/.
 
-Where several processes share a rack's batches, replicas of it, RUN/rack-R/ is the run of all of them. What each has for
-itself (process.json, timeline.csv, traffic.json, log.txt) the first one has there, and the others have in
-RUN/rack-R/replica-1/, ...
+Replicas of a rack share RUN/rack-R/. Files of a process (process.json, timeline.csv, traffic.json, log.txt) lie there
+for the first one, and in RUN/rack-R/replica-1/, ... for others.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -39,8 +39,11 @@ from surgeon.errors import first_line
 from surgeon.processes.files import whole_file, write_json
 from surgeon.quality.data import Windows, digest_of
 from surgeon.runtime.comm.link import Link
+from surgeon.training.checkpoints import checkpoints_of
 from surgeon.training.racks.partition import Racks
 from surgeon.training.racks.rack_log import RackPace
+from surgeon.training.run import finish_run
+from surgeon.training.run_log import HELD_OUT_FILE, TRAINING_FILE
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import MixedPart, TrainingText, TrainTexts
 from surgeon.training.token_store import write_rows
@@ -54,11 +57,8 @@ class RacksToTrain:
         whole: the model, edited or not, which is left as it is; racks that take turns need numbers of at least 32 bits.
         racks: of its program.
         folder: of the runs.
-        original: loads what divergence is from, and what racks that are distilled learn from; None where it is not
-            known.
-        identity: what the whole model follows from, as JSON values.
+        original, identity, device: as `train` takes them.
         seed: of the random numbers that codas begin with; None for copies of the model's last layers.
-        device: "cpu" or "cuda".
 
     Raises:
         ValueError: if the settings are not for racks, or there is nothing to distil from.
@@ -80,24 +80,19 @@ class RacksToTrain:
             raise ValueError("there is no original to distil from; name it as the teacher")
 
     def identity_of_racks(self) -> dict[str, Any]:
-        """What every rack's run follows from, beside settings and text, as JSON values."""
         distillation = self.settings.distillation
         distilled = {} if distillation is None else {"distillation": asdict(distillation)}
         cut = {"racks": self.racks.texts, "coda": self.racks.depth, "coda_seed": self.seed}
         return {**self.identity} | cut | distilled
 
     def settings_and_text(self) -> dict[str, Any]:
-        """What `train` adds to the identity of a run."""
+        """Entries that `train` adds to the identity of a run."""
         texts = {"data": self.texts.training.digest, "held_out": self.texts.held_out.digest}
         return {"settings": replace(self.settings, distillation=None).to_json()} | texts
 
 
 def check_settings(settings: TrainSettings) -> None:
-    """Refuse settings that racks cannot be trained with.
-
-    Raises:
-        ValueError: naming the one, and what to do.
-    """
+    """Refuse settings that racks cannot be trained with."""
     if settings.scope == "edited":
         raise ValueError("racks train their codas, too, which no edit has touched; train all weights, or norms")
     if settings.distillation is not None and not settings.distillation.hidden:
@@ -116,15 +111,11 @@ ALWAYS = "always"
 
 
 def parse_averaging(text: str | int) -> int | None:
-    """After how many steps codas are averaged, from "never", a number, or "always"; None if they are not.
-
-    Raises:
-        ValueError: if it is none of these.
-    """
-    if text in (NEVER, ALWAYS):
-        if text == ALWAYS:
-            return 1
+    """Parse "never", a number of steps between averages of codas, or "always"; None for never."""
+    if text == NEVER:
         return None
+    if text == ALWAYS:
+        return 1
     steps = int(text) if str(text).isdecimal() else 0
     if steps < 1:
         raise ValueError(f"codas are averaged never, always, or every N steps with N from 1, not {text!r}")
@@ -144,17 +135,17 @@ START = "start"
 
 @dataclass(frozen=True)
 class ProcessOptions:
-    """How racks in processes of their own go about it; none of it changes what comes of an average of never.
+    """Options of racks in processes; without averaging none of them changes the result.
 
     Attributes:
         average: codas are averaged "never", every so many steps, or "always" (after each).
-        ahead: how many micro-batches a rack may be ahead of the next one.
-        link: emulated between all racks; they must be on one machine then.
+        ahead: micro-batches that a rack may be ahead of the next one.
+        link: emulated between all racks, on one machine.
         pace: of each rack, to make some slower; empty for none.
         away: seconds that racks wait for each other to begin.
         threads: of each process; None for the cores shared out.
-        replicas: how many processes share each rack's batches. Each sends its windows' streams to the one of the same
-            number in the next rack; the result is that of one process, up to rounding.
+        replicas: processes that share each rack's batches, with the result of one process, up to rounding. Each sends
+            its windows' streams to the replica of its number in the next rack.
     """
 
     average: str | int = NEVER
@@ -175,11 +166,11 @@ class ProcessOptions:
 
 @dataclass(frozen=True)
 class RacksPlan:
-    """What all processes of a run know.
+    """Plan of a run, for all its processes.
 
     Attributes:
-        racks: how many there are.
-        identity: what each rack's run follows from, beside which it is, as JSON values.
+        racks: their number.
+        identity: of each rack's run, as JSON values.
         settings: of each rack.
         device: "cpu" or "cuda".
     """
@@ -191,17 +182,11 @@ class RacksPlan:
     device: str
 
     def write(self, run: Path) -> None:
-        """Write it."""
         write_json(run / PLAN_FILE, {**asdict(self), "settings": self.settings.to_json()})
 
     @classmethod
     def read(cls, run: Path) -> RacksPlan:
-        """What a run's folder says.
-
-        Raises:
-            FileNotFoundError: if it has no such file.
-            ValueError: if that is damaged.
-        """
+        """Read a run's plan."""
         said = read_json(run / PLAN_FILE)
         try:
             settings = TrainSettings.from_json(said.pop("settings"))
@@ -215,7 +200,7 @@ class RacksPlan:
 
 
 def rack_folder(run: Path, index: int, replica: int = 0) -> Path:
-    """The folder of a rack's run, or of what one of its processes has for itself."""
+    """The folder of a rack's run, or of files of one of its replicas."""
     folder = run / f"rack-{index}"
     if replica:
         return folder / f"replica-{replica}"
@@ -228,7 +213,7 @@ def start_file(run: Path, index: int) -> Path:
 
 
 def teacher_file(run: Path, index: int) -> Path:
-    """Its part of the original."""
+    """A rack's part of the original."""
     return run / START / f"teacher-{index}.safetensors"
 
 
@@ -245,11 +230,7 @@ def write_texts(run: Path, texts: TrainTexts) -> None:
 
 
 def read_texts(run: Path) -> TrainTexts:
-    """Both texts.
-
-    Raises:
-        FileNotFoundError: if they are not there.
-    """
+    """Read both texts."""
     with safe_open(run / TEXTS_FILE, framework="pt") as file:
         said = file.metadata()
         ids = file.get_tensor("held_out")
@@ -259,3 +240,35 @@ def read_texts(run: Path) -> TrainTexts:
         datasets.Dataset.from_file(str(run / TRAINING_TEXT_FILE)), said["training"], said["digest"], parts=parts
     )
     return TrainTexts(training, Windows(ids, said["held_out"], digest_of(ids), answers=answers))
+
+
+def is_done(run: Path, index: int) -> bool:
+    """Tell whether a rack is done."""
+    done = (rack_folder(run, index) / RESULT_FILE).is_file()
+    path = rack_folder(run, index) / RACK_FILE
+    if done and not path.is_file():
+        raise FileNotFoundError(f"{path} is gone; put it back, or remove {run} to begin the run again")
+    return done
+
+
+def finish_racks(folder: Path, racks: Racks, record: dict[str, Any]) -> None:
+    """Complete the record of a run whose result is written, and remove weights, texts and streams.
+
+    Tables stay; the last rack's, of the whole model's prediction, are copied beside the record.
+    """
+    for name in (TRAINING_FILE, HELD_OUT_FILE):
+        with whole_file(folder / name) as beside:
+            shutil.copyfile(rack_folder(folder, racks.last) / name, beside)
+    finish_run(folder, record)
+    (folder / PLAN_FILE).unlink(missing_ok=True)  # before the rest: without it nothing is gone on with
+    for rack in racks.ranges:
+        each = rack_folder(folder, rack.index)
+        if each.is_dir():
+            of_processes = [each, *each.glob("replica-*")]
+            for path in checkpoints_of(each).values():
+                shutil.rmtree(path, ignore_errors=True)
+            for path in (each / RACK_FILE, each / RESULT_FILE, *(own / PROCESS_FILE for own in of_processes)):
+                path.unlink(missing_ok=True)
+    shutil.rmtree(folder / START, ignore_errors=True)
+    for name in (TEXTS_FILE, TRAINING_TEXT_FILE):
+        (folder / name).unlink(missing_ok=True)

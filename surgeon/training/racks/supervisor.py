@@ -1,11 +1,10 @@
-"""All racks of a model trained at once, in processes that are started, watched, started again, and gathered at the end.
+"""All racks of a model trained at once, in processes that are started, watched, restarted, and gathered at the end.
 
-Torchrun's elastic agent does not do this: it starts processes again after an error that comes again, gives up after so
-many starts however far the run has got, and leaves processes behind when it is killed. Here all racks are started again
-where a process of one was killed, as often as they get further in between.
+All racks restart where a process was killed, as often as they get further in between. Torchrun's elastic agent restarts
+after an error that comes again, gives up after so many starts, and leaves processes behind when it is killed.
 
-One rack is one process, or several that train together. These find each other as the processes of torchrun do: by a
-store, which the supervisor holds, and by variables in the environment.
+Replicas of a rack find each other as torchrun's processes do, by a store, which the supervisor holds, and the
+environment.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from surgeon.processes.rendezvous import serve_store
 from surgeon.processes.sockets import interface_of, interface_variables
 from surgeon.processes.torchrun import HOSTED, VARIABLES, TorchrunEnvironment
 from surgeon.progress import progress
+from surgeon.quality.text import HeldOutQuality
 from surgeon.threads import threads_per_rank
 from surgeon.training.arguments import share_of_batch
 from surgeon.training.checkpoints import OTHERS_ENDED
-from surgeon.training.held_out import HeldOutQuality
 from surgeon.training.racks.build import rack_of
 from surgeon.training.racks.model import save_rack
-from surgeon.training.racks.process import DIVERGED, common_step
+from surgeon.training.racks.process import DIVERGED, newest_common, whole_checkpoints
 from surgeon.training.racks.run_files import (
     LOG_FILE,
     PLAN_FILE,
@@ -45,19 +44,19 @@ from surgeon.training.racks.run_files import (
     ProcessOptions,
     RacksPlan,
     RacksToTrain,
+    is_done,
     rack_folder,
     start_file,
     teacher_file,
     write_texts,
 )
-from surgeon.training.racks.task import teacher_of
-from surgeon.training.racks.trained import RacksTrained, gather, is_done
-from surgeon.training.run import alone, open_run
+from surgeon.training.racks.task import RacksTrained, gather, teacher_of
+from surgeon.training.run import lock_run, open_run
 from surgeon.training.run_log import HELD_OUT_FILE, TRAINING_FILE, read_rows
 
 
 def prepare(asked: RacksToTrain, options: ProcessOptions | None = None) -> RacksPlan:
-    """Write what the racks' processes begin with, where it is not there; errors as of `train_in_processes`."""
+    """Write the files that processes begin with, where they are missing; errors as of `train_in_processes`."""
     racks = asked.racks
     settings = asked.settings
     folder = asked.folder
@@ -87,7 +86,6 @@ def prepare(asked: RacksToTrain, options: ProcessOptions | None = None) -> Racks
 
 
 def _write_racks(asked: RacksToTrain) -> None:
-    """Every rack as it begins, and its part of the original where it is distilled."""
     racks = asked.racks
     folder = asked.folder
     (folder / START).mkdir(exist_ok=True)
@@ -101,7 +99,7 @@ def _write_racks(asked: RacksToTrain) -> None:
 
 
 def commands_by_hand(folder: Path, racks: int) -> list[str]:
-    """How the racks of a run that was prepared are started by hand; none where all are done."""
+    """Commands that start the racks of a prepared run; none where all are done."""
     if all(is_done(folder, index) for index in range(racks)):
         return []
     replicas = RacksPlan.read(folder).options.replicas
@@ -121,15 +119,15 @@ _VAIN_STARTS = 3  # in a row that end before another checkpoint
 
 
 class RackFailed(ChildProcessError):
-    """A rack's process could not go on; the message is what it said last."""
+    """A rack's process could not go on; the message is its last line."""
 
 
 def train_in_processes(asked: RacksToTrain, options: ProcessOptions | None = None) -> RacksTrained:
     """Train all racks of a model at once, each in a process of its own, which send each other their streams.
 
-    Where a process is killed all racks go on from the newest checkpoint that each of them has. Killed as a whole, the
-    same call goes on. Without averaging the numbers are those of `train_in_turn`, bit for bit; with several
-    processes for each rack, which share its batches, up to rounding. The run's files are described in `run_files`.
+    Where a process is killed all racks resume from the newest checkpoint that each of them has. Killed as a whole, the
+    same call resumes. Without averaging the numbers are those of `train_in_turn`, bit for bit; with replicas, up to
+    rounding. `run_files` describes the files.
 
     Raises:
         RackFailed: if one could not go on; the run can, once that is mended.
@@ -149,7 +147,7 @@ def train_in_processes(asked: RacksToTrain, options: ProcessOptions | None = Non
         raise ValueError(
             f"{replicas} processes of a rack need a GPU each, and there are {gpus}; ask for fewer, or the CPU"
         )
-    with alone(asked.folder, asked.device):
+    with lock_run(asked.folder, asked.device):
         plan = prepare(asked, options)
         if not all(is_done(asked.folder, index) for index in range(plan.racks)):
             _work(asked.folder, plan, asked.settings.steps_on(len(asked.texts.training)))
@@ -163,7 +161,7 @@ def train_in_processes(asked: RacksToTrain, options: ProcessOptions | None = Non
 
 
 class _End(NamedTuple):
-    """How a process has ended that took the others with it: its rack's exit code (negative for a signal), its words."""
+    """End of the process that took the others with it: its rack, exit code (negative for a signal), and last words."""
 
     who: str
     code: int
@@ -171,10 +169,9 @@ class _End(NamedTuple):
 
 
 class _Processes:
-    """The processes of all racks, from one start to their end."""
+    """Processes of all racks, from one start to their end."""
 
     def __init__(self, run: Path, plan: RacksPlan) -> None:
-        """Start them."""
         self.run = run
         self.children: dict[tuple[int, int], Child] = {}
         # New for each start, on this machine alone: of all racks, and of the processes of each.
@@ -199,7 +196,7 @@ class _Processes:
         return rack_folder(self.run, rack, replica) / LOG_FILE
 
     def look(self) -> _End | None:
-        """How they have ended; None as long as they go on. When one has failed, all are ended."""
+        """Find the end of all; None while they go on. When one has failed, all are ended."""
         codes = [child.poll() for child in self.children.values()]
         if None in codes and not any(codes):
             return None
@@ -232,7 +229,6 @@ class _Processes:
         return _End(who, code, next(errors, said))
 
     def end(self) -> None:
-        """Have them end at once, and wait until they have."""
         for child in self.children.values():
             child.kill()
         for child in self.children.values():
@@ -240,7 +236,6 @@ class _Processes:
 
 
 def _work(run: Path, plan: RacksPlan, steps: int) -> None:
-    """Start all racks, as often as it takes, and wait until all are done."""
     folders = [rack_folder(run, index) for index in range(plan.racks)]
 
     def rows(table: str) -> list[dict[str, str]]:
@@ -262,14 +257,14 @@ def _work(run: Path, plan: RacksPlan, steps: int) -> None:
     shown = made()
     looked = 0.0
     starts_in_vain = 0
-    saved = common_step(folders)
+    saved = newest_common([whole_checkpoints(folder) for folder in folders])
     processes = _Processes(run, plan)
     try:
         with progress("racks", steps * plan.racks, "steps", shown, note) as advance:
             while (end := processes.look()) is None or end.code:
                 if end is not None:
                     before = saved
-                    saved = common_step(folders)
+                    saved = newest_common([whole_checkpoints(folder) for folder in folders])
                     starts_in_vain = 1 if saved > before else starts_in_vain + 1
                     _require_signal(end, starts_in_vain, saved)
                     processes = _Processes(run, plan)
@@ -285,7 +280,7 @@ def _work(run: Path, plan: RacksPlan, steps: int) -> None:
 
 
 def _require_signal(end: _End, starts_in_vain: int, saved: int) -> None:
-    """Say that the racks go on where one was ended by a signal; an error is the run's, and so are signals in vain."""
+    """Announce a restart after a signal; an error ends the run, and so do signals without progress."""
     if end.code == DIVERGED:
         raise Diverged(end.said)
     if end.code > 0:

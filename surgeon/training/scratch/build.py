@@ -1,4 +1,4 @@
-"""From a configuration to a model with random weights: its architecture, its tokenizer, its program."""
+"""From a configuration to a model with random weights: architecture, tokenizer, program."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from surgeon.language.program import Program
 from surgeon.models.edit import check_layers, edit, recipe_program
 from surgeon.models.families import FAMILIES, Family, family_of
 from surgeon.quality.tokens import tokenizer_digest
-from surgeon.training.packing import documents_of
 from surgeon.training.racks.build import require_known
 from surgeon.training.racks.model import tensors_of
 from surgeon.training.racks.partition import Racks
 from surgeon.training.racks.run_files import check_settings
-from surgeon.training.scope import with_chosen
+from surgeon.training.scope import choose_or_adapt
 from surgeon.training.scratch.config import ScratchConfig
 from surgeon.training.scratch.tracks import narrow
 from surgeon.training.texts import TrainTexts, load_texts
+from surgeon.training.token_store import documents_of
 
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
 # Of a configuration, what says nothing of how a model begins or what it computes.
@@ -37,13 +37,13 @@ _NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version", "architectures", "
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A model that could be built, checked as far as that goes without weights.
+    """A model that could be built, checked as far as possible without weights.
 
     Attributes:
-        config: what it follows from.
+        config: its source.
         architecture: of the model before it runs its program; of native tracks, with all their narrow layers.
         tokenizer: gives the vocabulary, and goes into the checkpoint.
-        parameters: how many numbers it has, before its program takes some of its sublayers apart or together.
+        parameters: numbers, before its program takes some of its sublayers apart or together.
         racks: of its program, where it is trained rack by rack.
     """
 
@@ -59,15 +59,15 @@ class Blueprint:
         return family_of(self.architecture)
 
     def build(self) -> PreTrainedModel:
-        """The model in float32, with random weights that follow from the seed and the architecture alone.
+        """Build the model in float32, with random weights that follow from the seed and the architecture alone.
 
-        Its layers are begun before they run as a program, so that all programs on an architecture begin alike.
+        Its layers are initialised before they run as a program, so that all programs on an architecture begin alike.
         """
         torch.manual_seed(self.config.settings.seed)
         return edit(_plain_model(self.architecture), self.program)
 
     def texts(self) -> TrainTexts:
-        """The text to train on, as much as the steps go through, and held-out text.
+        """Load the training text, as much as the steps go through, and held-out text.
 
         Raises:
             FileNotFoundError: if there is no such text.
@@ -90,7 +90,6 @@ class Blueprint:
         return texts
 
     def identity(self) -> dict[str, Any]:
-        """What the model follows from beside its training, as JSON values."""
         entries = {name: each for name, each in self.architecture.to_dict().items() if name not in _NOT_OF_THE_MODEL}
         return {
             "task": "train",
@@ -101,12 +100,11 @@ class Blueprint:
 
     @cached_property
     def tokenizer_digest(self) -> str:
-        """Which tokenizer it is (`surgeon.quality.tokens.tokenizer_digest`)."""
         return tokenizer_digest(self.tokenizer)
 
 
 def blueprint(config: ScratchConfig) -> Blueprint:
-    """Check a configuration as far as that goes without weights and text; the tokenizer is read.
+    """Check a configuration as far as possible without weights and text; the tokenizer is read.
 
     Raises:
         FileNotFoundError: if there is no such tokenizer.
@@ -159,7 +157,7 @@ def blueprint(config: ScratchConfig) -> Blueprint:
             check_settings(config.settings)
     parameters = sum(each.numel() for each in model.parameters())
     with config.under("training"):
-        with_chosen(edit(model, program, factors=RandomFactors("meta")), program, config.settings)
+        choose_or_adapt(edit(model, program, factors=RandomFactors("meta")), program, config.settings)
     return Blueprint(config, architecture, program, tokenizer, parameters, racks)
 
 
@@ -169,7 +167,6 @@ def _plain_model(architecture: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _architecture(config: ScratchConfig, tokenizer: Any) -> PreTrainedConfig:
-    """The configuration of `transformers`, whose vocabulary and special tokens are the tokenizer's by default."""
     given = dict(config.model)
     model_type = given.pop("model_type", None)
     if model_type is None:
@@ -200,7 +197,7 @@ def _architecture(config: ScratchConfig, tokenizer: Any) -> PreTrainedConfig:
 def _check_entries(
     config: ScratchConfig, config_class: Callable[[], Any], given: dict[str, Any], family: Family
 ) -> None:
-    """Refuse sizes that are none, and entries that are unknown, which `transformers` would keep without a word."""
+    """Refuse sizes that are none, and unknown entries, which `transformers` would keep without a word."""
     defaults = config_class()
     known = [*defaults.to_dict(), *defaults.attribute_map]
     for name, value in given.items():
@@ -256,7 +253,7 @@ def _check_sizes(config: ScratchConfig, found: PreTrainedConfig, family: Family,
 
 
 def _reason(error: Exception) -> str:
-    """What an error says, in one line; those of strict configurations have it in their last one."""
+    """Reduce an error to one line; those of strict configurations have it in their last one."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = re.sub(r"^\w+Error: ", "", lines[-1]) if lines else ""
     if isinstance(error, LookupError) or not reason:

@@ -1,24 +1,6 @@
-"""Configurations of models from scratch: the YAML a user writes for `surgeon train`.
+"""Configurations of models from scratch: the YAML that a user writes for `surgeon train` (docs/training.md).
 
-    surgeon: 1
-    model: {model_type: llama, hidden_size: 128, intermediate_size: 344, num_hidden_layers: 8, num_attention_heads: 4}
-    tokenizer: demo
-    operations:
-      - ladder: {layers: "0:8"}
-    data: demo:train
-    eval_data: demo
-    window: 128
-    training: {steps: 400, batch: 8, learning_rate: 2.0e-3, schedule: cosine, warmup: 20}
-
-`model` is a configuration as `transformers` knows it. `operations` are a recipe's, on a model of that many layers. In
-their place `program` may stand, as text, or `tracks: {count: 2, depth: 4}` for a native Parallel Track model: 2 narrow
-tracks that meet every 4 layers, as large together as the layers of `model` (see tracks.py). Without any of these the
-model is the plain one. `data` may be several texts with their shares of the windows, `{a.jsonl: 0.7, code/: 0.3}`, and
-`documents: apart` keeps documents from seeing each other (see training/packing.py). With `racks: {ranges: ["0:4",
-"4:8"], coda: 1}` it is trained rack by rack, each of which has a coda of so many layers and a loss of its own (see
-training/racks/); with `processes: true` in it all racks at once, and then their codas may be averaged (`average: 100`),
-and each rack may be several processes (`replicas: 2`). Every
-error names the file, the line, the value and what would be right.
+Errors name file, line, value and what would be right.
 """
 
 from __future__ import annotations
@@ -28,23 +10,28 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from fractions import Fraction
+from math import sqrt
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, PlainValidator, Strict
+from transformers import CONFIG_MAPPING
 
 from surgeon.errors import did_you_mean, shown
 from surgeon.language.operations.applied import AppliedOperation, in_braces
 from surgeon.language.program import Program
 from surgeon.language.recipe import FORMAT, DocumentReader, Recipe, read_document
 from surgeon.language.yaml import line_of
+from surgeon.models.families import FAMILIES
 from surgeon.named import is_recipe, on_disk
 from surgeon.quality.data import DEFAULT_WINDOW
 from surgeon.training.arguments import read_trainer_argument
 from surgeon.training.model import RackOptions
-from surgeon.training.packing import documents_of
+from surgeon.training.scratch.tracks import WIDTH_STEP, layer_of_each_width
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import check_texts
+from surgeon.training.token_store import documents_of
 
 KIND = "configuration"
 PROGRAMS = ("operations", "program", "tracks")  # of which there is at most one
@@ -60,7 +47,7 @@ _OF_HEALING = ("scope", "router", "lora", "distillation")  # by that key, of a m
 
 @dataclass(frozen=True)
 class TracksSection:
-    """The key `tracks`: how many there are, and how many layers they run between two joins."""
+    """The key `tracks`: number of tracks, and of layers between two joins."""
 
     __pydantic_config__ = _ONLY_THESE
 
@@ -70,15 +57,15 @@ class TracksSection:
 
 @dataclass(frozen=True)
 class ScratchKeys:
-    """What stands at the top of a configuration, beside `surgeon` and `operations`.
+    """Keys of a configuration, beside `surgeon` and `operations`.
 
     Attributes:
-        model: the entries of a `transformers` configuration, with its model_type.
+        model: entries of a `transformers` configuration, with its model_type.
         tokenizer: a folder, a name on the hub, or demo.
         data, eval_data, eval_tokens, tokens, window, separator, documents: as `load_texts` takes them; without `tokens`
             there is as much training text as the steps go through.
-        program: the model's program, where it is given as text.
-        tracks: of a native Parallel Track model; `model` is the dense one then that it is derived from.
+        program: as text.
+        tracks: of a native Parallel Track model, derived from the dense `model`.
         racks: that are trained each by a loss of its own; None trains the model as one.
     """
 
@@ -100,12 +87,12 @@ class ScratchKeys:
 
 @dataclass(frozen=True)
 class ScratchConfig(ScratchKeys):
-    """A model from scratch: its architecture, its program, its text, and how it is trained.
+    """A model from scratch: its architecture, program, text and training.
 
     Attributes:
-        settings: what the key `training` says.
-        operations: what is done to the plain model, as in a recipe.
-        source: where it was read from, for error messages.
+        settings: of the key `training`.
+        operations: on the plain model, as in a recipe.
+        source: for error messages.
         lines: of its keys, by the keys that lead there.
     """
 
@@ -115,12 +102,12 @@ class ScratchConfig(ScratchKeys):
     lines: Mapping[tuple[Any, ...], int] = field(default_factory=dict, repr=False, compare=False)
 
     def error(self, message: str, *path: Any) -> ValueError:
-        """An error of what stands under a key; `path` has the keys that lead there, or to where it would stand."""
+        """Make an error with the line of a key; `path` has the keys that lead there, or to where it would stand."""
         return ValueError(f"{self.source}:{line_of(path, self.lines)}: {message}")
 
     @contextmanager
     def under(self, key: str) -> Iterator[None]:
-        """What is refused inside is said of what stands under a key."""
+        """Add the line of a key to errors inside."""
         try:
             yield
         except ValueError as error:
@@ -128,11 +115,10 @@ class ScratchConfig(ScratchKeys):
 
     @property
     def recipe(self) -> Recipe:
-        """The operations, as a recipe has them."""
         return Recipe(str(self.model.get("model_type")), self.operations, source=self.source)
 
     def with_settings(self, **given: Any) -> ScratchConfig:
-        """The same with other settings; those that are None stay.
+        """Change some settings; those that are None stay.
 
         Args:
             given: fields of `TrainSettings`; of `arguments` those that are not given stay, too.
@@ -145,20 +131,24 @@ class ScratchConfig(ScratchKeys):
         return replace(self, settings=replace(self.settings, **wanted))
 
     def to_yaml(self, name: Callable[[str], str] = str) -> str:
-        """The configuration as text; `parse_config` reads it back.
+        """Write the configuration as text for `parse_config`.
 
         Args:
-            name: what is written in place of the names of texts and of the tokenizer.
+            name: maps the names of texts and of the tokenizer.
         """
         lines = [f"surgeon: {FORMAT}", f"model: {in_braces(self.model)}", _line("tokenizer", name(self.tokenizer))]
         if self.operations:
             lines += ["operations:", *(f"  - {operation.to_yaml()}" for operation in self.operations)]
-        lines += [] if self.program is None else [_line("program", str(Program.parse(self.program)))]
-        lines += [] if self.tracks is None else [f"tracks: {in_braces(vars(self.tracks))}"]
-        lines += [] if self.racks is None else [f"racks: {in_braces(vars(self.racks))}"]
-        several = self.data if isinstance(self.data, str) else {name(text): one for text, one in self.data.items()}
-        lines.append(_line("data", name(several) if isinstance(several, str) else several))
-        lines += [] if self.eval_data is None else [_line("eval_data", name(self.eval_data))]
+        if self.program is not None:
+            lines.append(_line("program", str(Program.parse(self.program))))
+        sections = {"tracks": self.tracks, "racks": self.racks}
+        lines += [f"{key}: {in_braces(vars(one))}" for key, one in sections.items() if one is not None]
+        if isinstance(self.data, str):
+            lines.append(_line("data", name(self.data)))
+        else:
+            lines.append(_line("data", {name(text): weight for text, weight in self.data.items()}))
+        if self.eval_data is not None:
+            lines.append(_line("eval_data", name(self.eval_data)))
         plain = ("eval_tokens", "tokens", "window", "separator", "documents")
         given = {key: value for key in plain if (value := getattr(self, key)) is not None}
         lines += [_line(key, value) for key, value in given.items()]
@@ -170,23 +160,14 @@ class ScratchConfig(ScratchKeys):
 
 
 def read_config_file(path: Path) -> ScratchConfig:
-    """Read a configuration from a file.
-
-    Raises:
-        FileNotFoundError: if there is none.
-        ValueError: if it is not a valid configuration, naming the line.
-    """
+    """Read a configuration from a file."""
     if not is_recipe(path) and on_disk(path) is not None:
         raise ValueError(f"{path} is no {KIND}; give a YAML file, as recipes/train/ has them")
     return parse_config(read_document(path, KIND), str(path))
 
 
 def parse_config(text: str, source: str = KIND) -> ScratchConfig:
-    """Read a configuration from its text; `source` names it in error messages.
-
-    Raises:
-        ValueError: if it is not a valid configuration, naming the line.
-    """
+    """Parse a configuration; `source` names it in error messages."""
     return ConfigReader(text, source).config()
 
 
@@ -238,7 +219,7 @@ class ConfigReader(DocumentReader):
 
 
 def _numbers(value: Any) -> Any:
-    """A value whose texts like 2e-3 are the numbers that they look like."""
+    """Read texts like 2e-3, which YAML 1.1 takes for no numbers, as numbers."""
     if isinstance(value, dict):
         return {key: _numbers(inside) for key, inside in value.items()}
     if isinstance(value, list):
@@ -250,3 +231,76 @@ def _numbers(value: Any) -> Any:
 
 def _line(key: str, value: Any) -> str:
     return f"{key}: {json.dumps(value, ensure_ascii=False)}"
+
+
+SHORTEST_WINDOW = 128
+
+
+def parse_scale(text: str) -> float:
+    """Parse a scale such as 1/64 or 0.125."""
+    try:
+        scale = float(Fraction(text))
+    except (ValueError, ZeroDivisionError):
+        scale = 0.0
+    if not 0 < scale <= 1:
+        raise ValueError(f"a scale is above 0 and at most 1, such as 1/64 or 0.125, not {shown(text)}")
+    return scale
+
+
+def scale_config(config: ScratchConfig, scale: float, steps: int | None = None) -> ScratchConfig:
+    """Scale a configuration's widths down, on fewer and shorter windows.
+
+    Counts stay: layers, heads, KV heads, tracks, experts, racks, codas, steps. Widths (of the stream, of a head, of
+    neurons) are multiplied by the scale s, so that the layers' parameters come to about s^2 of what they were, and so
+    are the tokens of a step: tokens for each parameter stay. Windows are multiplied by s, too, down to 128 tokens; the
+    rest falls on the batch. The learning rate, which wider models take lower, is divided by the root of s. The
+    vocabulary becomes the tokenizer's.
+
+    Args:
+        scale: above 0, at most 1.
+        steps: in place of the configuration's; the warm-up keeps its share of them.
+
+    Raises:
+        ValueError: if the architecture is not known or its entries fit no model, with file and line.
+    """
+    settings = config.settings
+    tokens = settings.batch * config.window * scale**2
+    window = max(min(config.window, SHORTEST_WINDOW), round(config.window * scale))
+    shorter: dict[str, Any] = {"batch": max(1, round(tokens / window)), "micro_batch": None}
+    if steps is not None:
+        before = settings.steps or steps
+        shorter |= {"steps": steps, "warmup": round(settings.warmup * steps / before)}
+    smaller = replace(settings, learning_rate=settings.rate / sqrt(scale), **shorter)
+    return replace(config, model=_narrower(config, scale), window=window, settings=smaller)
+
+
+def _narrower(config: ScratchConfig, scale: float) -> dict[str, Any]:
+    """Narrow the entries of the model; heads stay, and their width is even, as rotary positions need it."""
+    entries = {name: value for name, value in config.model.items() if name not in ("model_type", "vocab_size")}
+    model_type = config.model.get("model_type")
+    with config.under("model"):
+        if model_type not in FAMILIES:
+            raise ValueError(f"model_type {shown(model_type)} is not known, and so not what its widths are called")
+        family = FAMILIES[model_type]
+        try:
+            full: Any = CONFIG_MAPPING[model_type](**entries)
+        except Exception as error:  # whatever it trips over is a fault of the entries
+            raise ValueError(f"it cannot be scaled: {error}") from error
+    heads = family.units(full)["heads"]
+    width = family.head_dim(full)
+    head = 2 * max(1, round(width * scale / 2))
+    filled = heads * width == full.hidden_size
+    stream = heads * head if filled else _rounded(full.hidden_size * scale)
+    narrow: dict[str, Any] = (
+        {"hidden_size": stream} | ({} if filled else {"head_dim": head}) | family.entries.follow_width(full, stream)
+    )
+    for name in layer_of_each_width(full, family):
+        narrow[name] = _rounded(scale * (getattr(full, name) or 4 * full.hidden_size))  # as GPT-2 fills it in
+    same: dict[str, str] = full.attribute_map  # names that entries have beside their own
+    given = {same.get(name, name): name for name in entries}
+    kept = {name: value for name, value in config.model.items() if name != "vocab_size"}
+    return kept | {given.get(same.get(name, name), name): value for name, value in narrow.items()}
+
+
+def _rounded(width: float) -> int:
+    return WIDTH_STEP * max(1, round(width / WIDTH_STEP))

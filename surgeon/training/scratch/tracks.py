@@ -1,35 +1,24 @@
-"""Native Parallel Track: of a dense model's configuration, that of n narrow transformers, and the program of both.
+"""Native Parallel Track: n narrow transformers derived from a dense model's configuration, and their program.
 
-Parallel Track Transformers, section 2.2, algorithm 1 and table 1. What the paper says: n tracks of L layers each begin
-with the same embedded text; after every D layers the streams of all tracks are reduced to one (L/D times instead of
-the 2L of tensor parallelism), and all of them go on from it; heads and KV heads are "evenly distributed across tracks"
-(of 64 and 8, each of 8 tracks has 8 and 1); each track "operates at a reduced dimensionality", and the whole is of the
-dense model's size. In surgeon that is a program like any other, over n x L stored layers that are all narrow: for each
-block a fork of n branches of D whole layers.
+Parallel Track Transformers, section 2.2, algorithm 1 and table 1: n tracks of L layers begin with the same embedded
+text, and after every D layers their streams are reduced to one; heads and KV heads are "evenly distributed across
+tracks", each of which "operates at a reduced dimensionality". Here that is a program over n x L narrow layers: for each
+block a fork of n branches of D layers. The paper leaves open (docs/training.md):
 
-What the paper leaves open, and how it is read here:
-
-- **The join.** Algorithm 1 says h = all-reduce(h_1, ..., h_n) of whole streams. Their plain sum would count what all
-  of them began with n times, n ** (L / D) times in the end. Here a join adds up what every track has added since the
-  last one, x + (h_1 - x) + ... + (h_n - x), as every fork does: the same all-reduce, and the stream itself counts once.
+- **The join.** Algorithm 1 says h = all-reduce(h_1, ..., h_n) of whole streams, which would count the stream that all
+began with n times. Here a join gives x + (h_1 - x) + ... + (h_n - x), as every fork does.
 - **The width** d_t of the tracks' streams: the dense model's over sqrt(n), since n matrices of d_t x d_t then have as
-  many numbers as one of d x d. The width of a head stays, where the architecture has one of its own; where all heads
-  fill the stream (GPT-2, OPT, GPT-Neo, GPT-NeoX), heads are wider by sqrt(n).
+many numbers as one of d x d. The width of a head stays, where the architecture has one of its own; where all heads fill
+the stream (GPT-2, OPT, GPT-Neo, GPT-NeoX), heads are wider by sqrt(n).
 - **The neurons**: as many as make the parameters of all layers together the dense model's, within 1% (of streams less
-  than about a hundred wide: as near as a single neuron of each track). Where a head keeps its width, n tracks have
-  fewer numbers in attentions (n x d_t x d / n), and so more in feed-forwards.
-- **Mixtures of experts** (PT-MoE: "MoE sparsity is applied within tracks", section 2.2). Each layer of a track has a
-  mixture of its own: a router of its own on the track's stream, and as many experts, of which as many get a token, as
-  the model that the tracks are derived from; its experts have fewer neurons each. So the share of parameters that work
-  on a token stays what it was, and no token leaves its track between two joins. Neurons of experts are a multiple of 8.
-- **The ends.** Embedding, learned positions, final norm and head are those of one model of width d_t, for all tracks,
-  so that they have a sqrt(n)-th of the dense model's parameters: of 128,256 tokens at 4,096, embedding and head come
-  down from 1,051M to 526M for n = 4, while the layers stay what they were. Whole models are equal in their layers
-  only; who compares them has to say so (`count_parameters` gives both apart).
+than about a hundred wide: as near as a single neuron of each track).
+- **Mixtures of experts** (PT-MoE, section 2.2): each layer of a track has a router and as many experts, of which as
+many get a token, as in the dense model, with fewer neurons each, a multiple of 8.
+- **The ends**: embedding, learned positions, final norm and head are those of one model of width d_t, with a sqrt(n)-th
+of the dense model's parameters. So whole models are equal in their layers only (`count_parameters` gives both apart).
 
-An architecture whose layers are one step (GPT-NeoX, attention beside MLP) has branches of D steps, and joins L/D times
-in place of the L times that it synchronises otherwise. With D = 1 its tracks meet as often as the dense model's ranks,
-and save only width.
+An architecture whose layers are one step (GPT-NeoX) has branches of D steps, and joins L/D times in place of L
+synchronisations.
 """
 
 from __future__ import annotations
@@ -51,7 +40,7 @@ ROUND_NEURONS = (128, 64, 32, 16, 8, 4, 2)  # multiples that are kind to hardwar
 
 
 class ParameterCount(NamedTuple):
-    """How many parameters a model has.
+    """Numbers of parameters of a model.
 
     Attributes:
         layers: of all its layers together.
@@ -63,17 +52,18 @@ class ParameterCount(NamedTuple):
 
 
 def narrow(config: PreTrainedConfig, count: int, depth: int) -> tuple[PreTrainedConfig, Program]:
-    """A model of native tracks that has the layers' parameters of a dense one.
+    """Derive a model of native tracks that has the layers' parameters of a dense one.
 
     Args:
         config: the dense model's, of any family.
-        count: how many tracks, n in the paper.
-        depth: how many layers a track runs between two joins, D in the paper. Where it does not divide the layers, the
-            last block is shorter: tracks have to meet at the end in any case.
+        count: of tracks, n in the paper.
+        depth: layers of a track between two joins, D in the paper. Where it does not divide the layers, the last block
+            is shorter, since tracks meet at the end.
 
     Returns:
         The configuration of the stored layers, all of them narrow, and the program over them. They are numbered block
-        by block, within a block track by track: of L layers, block b of track t has (b n + t) D to (b n + t) D + D - 1.
+            by block, within a block track by track: of L layers, block b of track t has (b n + t) D to (b n + t) D + D
+            - 1.
 
     Raises:
         ValueError: if `count` is below 2 or `depth` below 1, heads or KV heads do not divide by `count`, layers have
@@ -96,7 +86,7 @@ def narrow(config: PreTrainedConfig, count: int, depth: int) -> tuple[PreTrained
 
 
 def track_program(layers: int, count: int, depth: int, steps_per_layer: int = 2) -> tuple[Program, list[int]]:
-    """The program of tracks over narrow layers, and of each of these the number that it has in its own track."""
+    """Make the program of tracks over narrow layers, and list each layer's number in its own track."""
     forks = []
     sources = list[int]()
     for start in range(0, layers, depth):
@@ -111,7 +101,7 @@ def track_program(layers: int, count: int, depth: int, steps_per_layer: int = 2)
 
 
 def count_parameters(config: PreTrainedConfig) -> ParameterCount:
-    """How many parameters a model with this configuration has.
+    """Count the parameters of a configuration's model.
 
     Raises:
         ValueError: if there is no model of this configuration.
@@ -124,12 +114,11 @@ def count_parameters(config: PreTrainedConfig) -> ParameterCount:
 
 
 def _width_of(family: Family, layer: int) -> str:
-    """The entry of a configuration that says how many neurons a layer has: layers with the same one are alike."""
     return family.spec(FEED_FORWARD, layer).width or family.intermediate
 
 
 def layer_of_each_width(config: PreTrainedConfig, family: Family) -> dict[str, int]:
-    """One layer for each of these entries, the first."""
+    """The first layer for each of these entries."""
     layers = reversed(range(int(config.num_hidden_layers)))
     return {_width_of(family, layer): layer for layer in layers}
 
@@ -150,7 +139,6 @@ def _check_counts(config: PreTrainedConfig, family: Family, count: int, depth: i
 
 
 def _widths(config: PreTrainedConfig, family: Family, count: int) -> dict[str, Any]:
-    """The entries that say how wide a track's stream is, and its heads."""
     heads = family.units(config)["heads"] // count
     # Some configurations want streams that heads divide, whatever the heads' own width.
     step = heads * WIDTH_STEP if family.heads_fill_stream else math.lcm(heads, WIDTH_STEP)
@@ -162,7 +150,7 @@ def _widths(config: PreTrainedConfig, family: Family, count: int) -> dict[str, A
 def _matching_neurons(
     config: PreTrainedConfig, family: Family, entries: Mapping[str, Any], count: int, layer: int
 ) -> int:
-    """How many neurons a narrow layer needs, so that `count` of them have as many parameters as one of the dense model.
+    """Find the neurons of a narrow layer with which `count` of them have as many parameters as one of the dense model.
 
     Parameters are counted, not derived: biases and norms differ from family to family.
     """
@@ -185,7 +173,6 @@ def _matching_neurons(
 
 
 def _changed(config: PreTrainedConfig, entries: Mapping[str, Any]) -> PreTrainedConfig:
-    """A configuration with other entries, checked as a whole."""
     named = {config.attribute_map.get(key, key): value for key, value in entries.items()}
     try:
         changed: PreTrainedConfig = type(config).from_dict(config.to_dict() | named)
@@ -200,7 +187,7 @@ def _layer_size(config: PreTrainedConfig, family: Family, layer: int) -> int:
 
 
 def _of_one_layer(config: PreTrainedConfig, family: Family, layer: int = 0) -> PreTrainedModel:
-    """A model with one of the layers only, which has shapes and no numbers."""
+    """Build a model with one of the layers only, without numbers."""
     single = _changed(config, {"num_hidden_layers": 1, **family.per_layer_entries(config, [layer])})
     try:
         with torch.device("meta"):  # which ties the head, too

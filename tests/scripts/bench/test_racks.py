@@ -16,9 +16,8 @@ from scripts.bench.rack_bench import Bench, Cell, Figures
 from scripts.bench.rack_model import Optimisation, head_units
 from scripts.bench.rack_processes import PROCESSES
 from surgeon.processes.files import write_json
-from surgeon.training.racks.rack_log import RackLog
+from surgeon.training.racks.rack_log import ItemKey, ItemKind, RackLog
 from surgeon.training.racks.run_files import PLAN_FILE, RESULT_FILE, rack_folder
-from surgeon.training.racks.streams import ItemKey, ItemKind
 
 STEPS = Optimisation(3, 8, 1, 1e-3, warmup=1)
 

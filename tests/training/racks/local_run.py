@@ -18,7 +18,7 @@ from surgeon.training.racks.model import RackModel, open_rack
 from surgeon.training.racks.partition import Racks
 from surgeon.training.racks.run_files import RACK_FILE, ProcessOptions, RacksToTrain, rack_folder
 from surgeon.training.racks.supervisor import train_in_processes
-from surgeon.training.racks.trained import RacksTrained, train_in_turn
+from surgeon.training.racks.task import RacksTrained, train_in_turn
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainingText, TrainTexts
 from tests.tiny_models import tiny_model

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from surgeon.training.head_loss import text_loss
-from surgeon.training.racks.model import RackModel, fed
+from surgeon.training.racks.model import RackModel, feed_stream
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import RunOrder
 
@@ -40,7 +40,7 @@ def train_together(
         for first in range(0, settings.batch, size):
             ids, stream = windows[batch[first : first + size]], None
             for index, rack in enumerate(racks):
-                with fed(rack.model, stream) as layers:
+                with feed_stream(rack.model, stream) as layers:
                     loss = text_loss(rack.model, {"input_ids": ids, "labels": ids})
                     stream = layers.outgoing
                 (loss / (settings.batch // size)).backward()
@@ -64,3 +64,11 @@ def average_codas(racks: Sequence[RackModel]) -> None:
         mean = torch.stack([coda[name].float() for coda in codas]).sum(0) / len(codas)
         for coda in codas:
             coda[name].copy_(mean)
+
+
+def forward(rack: RackModel, input_ids: Tensor, stream: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The stream that a rack hands on, (batch, tokens, hidden), and its coda's logits."""
+    with feed_stream(rack.model, stream) as layers:
+        logits: Tensor = rack.model(input_ids=input_ids, use_cache=False).logits
+        assert layers.outgoing is not None
+        return layers.outgoing, logits

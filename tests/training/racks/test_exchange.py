@@ -17,8 +17,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from surgeon.runtime.comm.link import Link
 from surgeon.training.racks.exchange import RackExchange
-from surgeon.training.racks.rack_log import RackLog
-from surgeon.training.racks.streams import ItemKey, ItemKind
+from surgeon.training.racks.rack_log import ItemKey, ItemKind, RackLog
 
 
 def together(racks: int, work: Callable[[int], Any]) -> list[Any]:

@@ -17,6 +17,7 @@ from surgeon.training.racks.build import assemble, rack_of
 from surgeon.training.racks.model import RackModel, SilentEmbedding, open_rack, save_rack
 from surgeon.training.racks.partition import Racks
 from tests.tiny_models import DENSE_FAMILIES, tiny_model
+from tests.training.racks.reference import forward
 
 FAMILIES = sorted(DENSE_FAMILIES)
 IDS = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(3))
@@ -39,7 +40,7 @@ def racks_of(whole: PreTrainedModel, depth: int = 1) -> tuple[Racks, list[RackMo
 def stretch_by_stretch(racks: list[RackModel], ids: Tensor = IDS) -> list[tuple[Tensor, Tensor]]:
     found: list[tuple[Tensor, Tensor]] = []
     for rack in racks:
-        found.append(rack.forward(ids, found[-1][0] if found else None))
+        found.append(forward(rack, ids, found[-1][0] if found else None))
     return found
 
 
@@ -124,7 +125,7 @@ def test_gradients_stay_within_the_rack() -> None:
     _, cut = racks_of(tiny_model("llama", 4, **make).double())
     stream = None
     for rack, expected in zip(cut, plain.losses(), strict=True):
-        stream, logits = rack.forward(IDS, stream)
+        stream, logits = forward(rack, IDS, stream)
         assert not stream.requires_grad
         assert loss_of(logits).item() == pytest.approx(expected.item(), abs=1e-12)
         loss_of(logits).backward()
@@ -216,9 +217,9 @@ def test_a_rack_as_a_file(program: str, tmp_path: Path) -> None:
 def test_what_cannot_be() -> None:
     _, (first, last) = racks_of(tiny_model("llama", 4))
     with pytest.raises(ValueError, match="needs the stream of the one before"):
-        last.forward(IDS)
+        forward(last, IDS)
     with pytest.raises(ValueError, match=r"comes in is \(2, 4, 32\), and the tokens make it \(2, 9, 32\)"):
-        last.forward(IDS, torch.zeros(2, 4, 32))
+        forward(last, IDS, torch.zeros(2, 4, 32))
     with pytest.raises(ValueError, match="last rack has no coda of its own"):
         last.coda()
     whole = tiny_model("opt", 4, word_embed_proj_dim=16)

@@ -21,7 +21,7 @@ from surgeon.training.racks.process import agree, main
 from surgeon.training.racks.rack_log import RackPace
 from surgeon.training.racks.run_files import ProcessOptions, RacksPlan, RacksToTrain, read_texts
 from surgeon.training.racks.supervisor import prepare
-from surgeon.training.racks.trained import gather, train_in_turn
+from surgeon.training.racks.task import gather, train_in_turn
 from surgeon.training.settings import TrainSettings
 from tests import warm
 from tests.processes.test_torchrun import free_port

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from surgeon.training.racks.rack_log import PacedLoss, RackLog, RackPace
-from surgeon.training.racks.streams import ItemKey, ItemKind
+from surgeon.training.racks.rack_log import ItemKey, ItemKind, RackLog, RackPace, paced_loss
 from tests.clock import HandClock
 
 
@@ -43,9 +42,9 @@ def test_a_micro_batch_takes_as_long_as_asked(
     clock = HandClock()
     monkeypatch.setattr("surgeon.training.racks.rack_log.time", clock)
     log, model = RackLog(), nn.Linear(2, 1)
-    paced = PacedLoss(Slow(log, clock, waits, computes), pace, log)
+    paced = paced_loss(Slow(log, clock, waits, computes).loss, pace, log)
     begun = clock.now()
-    paced.loss(model, {"x": torch.ones(2)})["loss"].backward()
+    paced(model, {"x": torch.ones(2)})["loss"].backward()
     assert clock.now() - begun == pytest.approx(takes)
     assert model.weight.grad is not None
     assert torch.equal(model.weight.grad, torch.ones(1, 2))

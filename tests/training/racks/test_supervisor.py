@@ -20,9 +20,9 @@ import torch
 from surgeon.errors import Diverged
 from surgeon.models.edit import edit
 from surgeon.training.racks import supervisor
-from surgeon.training.racks.run_files import ProcessOptions, RacksPlan, RacksToTrain, rack_folder
+from surgeon.training.racks.run_files import ProcessOptions, RacksPlan, RacksToTrain, finish_racks, rack_folder
 from surgeon.training.racks.supervisor import train_in_processes
-from surgeon.training.racks.trained import RacksTrained, finish_racks, gather, train_in_turn
+from surgeon.training.racks.task import RacksTrained, gather, train_in_turn
 from tests import warm
 from tests.selection import case
 from tests.tiny_models import tiny_model

@@ -12,17 +12,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from surgeon.models.edit import edit, program_of
-from surgeon.training.distill.distiller import Distillation
+from surgeon.training.distiller import Distillation
+from surgeon.training.head_loss import LossParts
 from surgeon.training.racks.build import rack_of
+from surgeon.training.racks.exchange import RackStreams
 from surgeon.training.racks.model import RackModel
 from surgeon.training.racks.partition import Racks
+from surgeon.training.racks.rack_log import ItemKey
 from surgeon.training.racks.run_files import ProcessOptions, RacksToTrain
-from surgeon.training.racks.streams import ItemKey, RackStreams
 from surgeon.training.racks.supervisor import train_in_processes
-from surgeon.training.racks.task import DistilledRackLoss, teacher_of
-from surgeon.training.racks.trained import train_in_turn
+from surgeon.training.racks.task import distilled_rack_loss, teacher_of, train_in_turn
 from tests.tiny_models import tiny_model
 from tests.training.racks.local_run import SETTINGS, TEXTS, weights
+from tests.training.racks.reference import forward
 
 BOTH = Distillation(logits=0.5, hidden=3.0, text=0.25, temperature=2.0)
 PROGRAM = "A0 F0 [A1 A2] [F1 F2] A3 F3"
@@ -73,7 +75,7 @@ def gradients(rack: RackModel) -> dict[str, Tensor]:
 
 
 @pytest.fixture
-def made() -> tuple[list[RackModel], list[DistilledRackLoss], dict[str, Tensor]]:
+def made() -> tuple[list[RackModel], list[LossParts], dict[str, Tensor], Streams]:
     model, racks = cut()
     found, between = [rack_of(model, racks, index) for index in range(2)], Streams()
     for rack in found:
@@ -83,18 +85,18 @@ def made() -> tuple[list[RackModel], list[DistilledRackLoss], dict[str, Tensor]]
                 parameter.mul_(1.03)
     teachers = [teacher_of(original(), racks, index) for index in range(2)]
     losses = [
-        DistilledRackLoss(found[0], teachers[0], BOTH, RackStreams(4, sink=between)),
-        DistilledRackLoss(found[1], teachers[1], BOTH, RackStreams(4, source=between)),
+        distilled_rack_loss(found[0], teachers[0], BOTH, RackStreams(4, sink=between)),
+        distilled_rack_loss(found[1], teachers[1], BOTH, RackStreams(4, source=between)),
     ]
     ids = TEXTS.training.ids[:2]
-    return found, losses, {"input_ids": ids, "labels": ids, "place": torch.arange(4, 6)}
+    return found, losses, {"input_ids": ids, "labels": ids, "place": torch.arange(4, 6)}, between
 
 
 def test_the_first_rack_learns_the_original_s_streams(made: Any) -> None:
     """Its coda learns the text, and keeps that to itself."""
-    (rack, _), (distilled, _), inputs = made
+    (rack, _), (distilled, _), inputs, _ = made
     ids = inputs["input_ids"]
-    parts = distilled.loss(rack.model, inputs)
+    parts = distilled(rack.model, inputs)
     parts["loss"].backward()
     found = gradients(rack)
     streams, _ = stream_of_original(ids)
@@ -133,16 +135,16 @@ def test_the_first_rack_learns_the_original_s_streams(made: Any) -> None:
 
 
 def test_the_last_rack_learns_the_original_s_predictions_too(made: Any) -> None:
-    (first, rack), (before, distilled), inputs = made
-    before.loss(first.model, inputs)
+    (first, rack), (before, distilled), inputs, between = made
+    before(first.model, inputs)
     ids = inputs["input_ids"]
-    parts = distilled.loss(rack.model, inputs)
+    parts = distilled(rack.model, inputs)
     streams, wanted = stream_of_original(ids)
-    handed_on, original_stream = distilled.streams.take(torch.arange(4, 6)).chunk(2, dim=-1)
+    handed_on, original_stream = RackStreams(4, source=between).take(torch.arange(4, 6)).chunk(2, dim=-1)
     assert torch.allclose(original_stream, streams[3], atol=1e-5)
     ends = list[Tensor]()
     rack.model.model.norm.register_forward_pre_hook(lambda _, given: ends.append(given[0]))
-    _, logits = rack.forward(ids, handed_on)
+    _, logits = forward(rack, ids, handed_on)
     hidden = relative(ends[0], streams[4])
     mine, theirs = (one[:, :-1].flatten(0, 1).double().log_softmax(-1) for one in (logits / 2, wanted / 2))
     divergence = 4 * functional.kl_div(mine, theirs, log_target=True, reduction="batchmean")

@@ -9,7 +9,7 @@ import torch
 
 import surgeon
 from surgeon.language.program import Program
-from surgeon.training.distill.distiller import Distillation, Distiller, shared_prefix
+from surgeon.training.distiller import Distillation, Distiller, shared_prefix
 from surgeon.training.scope import add_adapters, choose_parameters
 from tests.tiny_models import VOCABULARY, tiny_model
 

@@ -1,10 +1,10 @@
-"""Distillation: training an edited model towards its original's predictions, and towards its streams.
+"""Distillation: training an edited model towards its original's predictions and streams.
 
-Three parts make up the loss, each with a weight, each a mean over the predicted tokens:
+The loss has three weighted parts, each a mean over the predicted tokens:
 
     logits   T^2 KL(softmax(t / T) || softmax(s / T)) over the vocabulary (Hinton et al. 2015, arXiv 1503.02531)
     hidden   |s - t|^2 / |t|^2 of the stream, averaged over the places that the two programs share
-    text     the negative log-likelihood of the text, as without a teacher
+    text     the negative log-likelihood of the text
 """
 
 from __future__ import annotations
@@ -27,39 +27,28 @@ from surgeon.models.edited_layers import EditedLayers
 from surgeon.models.families import family_of
 from surgeon.models.weights.store import dense
 from surgeon.quality.head import OutputHead
-from surgeon.training.distill.teacher_logits import TeacherLogits
 from surgeon.training.head_loss import HeadLoss, LogitsTask, TeacherStream, TeacherTarget, loss_at_head, next_tokens
-from surgeon.training.packing import IGNORED
+from surgeon.training.teacher_logits import TeacherLogits
 from surgeon.training.texts import model_inputs
+from surgeon.training.token_store import IGNORED
 
 
-@dataclass(frozen=True)
-class Counterpart:
-    """The same place in an edited program and in its original.
-
-    Attributes:
-        node: after how many nodes of the program; all of them have landed in the stream, the last one too.
-        layer: after how many layers of the original.
-    """
-
-    node: int
-    layer: int
-
-
-def counterparts(program: Program, num_layers: int) -> tuple[Counterpart, ...]:
-    """All places at which the stream has a counterpart, in program order; the last one is always the program's end.
+def counterparts(program: Program, num_layers: int) -> dict[int, int]:
+    """Find the places at which an edited program's stream has a counterpart in its original.
 
     Layers that a program leaves out make the place ambiguous: `A0 F0 A2 F2` after F0 could stand for the original's
-    stream before its layer 1, or after it. It stands for the one after it, the stream that layer 2 reads in the
-    original: what comes next was trained on that, so that what comes before the gap is to make up for it. The end of
-    the program stands for the stream after all layers for the same reason: the final norm and the head read it.
-
-    A late step, which reads an older stream, changes nothing of this: it counts where its output is added. A sublayer
-    that averages layers counts as all of them, a slice as its layer.
+    stream before its layer 1, or after it. It stands for the one after it, which layer 2 was trained to read, so that
+    what comes before the gap makes up for it. The program's end stands for the stream after all layers for the same
+    reason. A late step counts where its output is added, a sublayer that averages layers as all of them, a slice as its
+    layer.
 
     Args:
         program: of at least one node.
-        num_layers: how many layers the original has.
+        num_layers: of the original.
+
+    Returns:
+        By the number of nodes that have landed in the stream, in program order up to all of them, the number of layers
+            of the original.
 
     Raises:
         ValueError: if the program is empty, or names a layer that the original does not have.
@@ -74,26 +63,28 @@ def counterparts(program: Program, num_layers: int) -> tuple[Counterpart, ...]:
         raise ValueError(f"the program has layer {highest[-1]}; the original's layers are 0 to {num_layers - 1}")
     lowest_behind = list(accumulate(map(min, reversed(layers)), min))[::-1]
     cuts = zip(highest, lowest_behind[1:], strict=False)
-    inside = [Counterpart(node, behind) for node, (before, behind) in enumerate(cuts, start=1) if before < behind]
-    return (*inside, Counterpart(len(layers), num_layers))
+    inside = {node: behind for node, (before, behind) in enumerate(cuts, start=1) if before < behind}
+    return {**inside, len(layers): num_layers}
 
 
 _ELSEWHERE = ("classifier_dropout", "summary_first_dropout")  # rates of heads that no causal language model has
 
 
 def shared_prefix(student: nn.Module, teacher: PreTrainedModel, program: Program) -> int:
-    """After how many nodes of its program a student has the stream of its teacher, before training and during it.
+    """Count the first nodes after which a student has its teacher's stream, before training and during it.
 
-    So it is where these nodes are the original's, nothing in them or before them is trained, numbers are the teacher's,
-    and none is drawn at random, as dropout does.
+    These nodes are the original's, nothing in them or before them is trained, their numbers are the teacher's, and
+    there is no dropout.
 
     Args:
-        student: edited, or peft's around it, with the parameters chosen that are trained.
+        student: edited, or peft's wrapper, with the trained parameters chosen.
         teacher: runs its dense program, edited.
         program: the student's, in the numbers of the original's layers.
     """
     model = next(module for module in student.modules() if isinstance(module, PreTrainedModel))
-    if _has_dropout(model) or not _same_and_frozen(_before_layers(model), _before_layers(teacher)):
+    rates = [rate for name, rate in model.config.to_dict().items() if "drop" in name and name not in _ELSEWHERE]
+    has_dropout = any(isinstance(rate, float) and rate > 0 for rate in rates)
+    if has_dropout or not _same_and_frozen(_before_layers(model), _before_layers(teacher)):
         return 0
     mine = edited_layers(model)
     theirs = edited_layers(teacher)
@@ -110,24 +101,8 @@ def shared_prefix(student: nn.Module, teacher: PreTrainedModel, program: Program
     return max(0, count - reads_before)  # a late step reads the stream before the last output is added
 
 
-@contextmanager
-def beginning_behind(model: PreTrainedModel, node: int, stream: Tensor | None) -> Iterator[None]:
-    """Inside, an edited model's passes begin behind a node, with this stream, (batch, tokens, hidden); None for not."""
-    layers = edited_layers(model)
-    layers.begins = None if stream is None else (node, stream)
-    try:
-        yield
-    finally:
-        layers.begins = None
-
-
-def _has_dropout(model: PreTrainedModel) -> bool:
-    rates = {name: rate for name, rate in model.config.to_dict().items() if "drop" in name and name not in _ELSEWHERE}
-    return any(isinstance(rate, float) and rate > 0 for rate in rates.values())
-
-
 def _before_layers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Embeddings, and whatever else is neither a layer nor behind them."""
+    """Parameters of embeddings, and of all else before the layers."""
     family = family_of(model.config)
     behind = tuple(f"{path}." for path in (family.layers, family.final_norm, family.head))
     return {name: one for name, one in model.named_parameters() if not name.startswith(behind)}
@@ -152,14 +127,14 @@ PARTS = ("logits", "hidden", "text")
 
 @dataclass(frozen=True)
 class Distillation:
-    """What of its original an edited model is trained towards.
+    """Weights of what an edited model learns from its original.
 
     Attributes:
-        logits: the weight of the divergence from the original's predictions.
-        hidden: the weight of the relative error of the stream.
-        text: the weight of the text's negative log-likelihood.
-        temperature: that both models' logits are divided by for their divergence.
-        kept: how many of the original's logits are kept on disk for each token, in place of an original in memory;
+        logits: weight of the divergence from the original's predictions.
+        hidden: weight of the relative error of the stream.
+        text: weight of the text's negative log-likelihood.
+        temperature: divides both models' logits for their divergence.
+        kept: number of the original's logits that are kept on disk for each token, instead of an original in memory;
             None for the latter.
 
     Raises:
@@ -191,25 +166,24 @@ class Distillation:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The parts that have a weight."""
         return tuple(name for name in PARTS if getattr(self, name))
 
     def task(self, taught: TeacherOutput, labels: Tensor) -> LogitsTask:
-        """What a student's logits are held against.
+        """The task of a student's logits.
 
         Args:
-            labels: (windows, tokens), what each token is to predict.
+            labels: (windows, tokens), the token that each is to predict.
         """
         return LogitsTask(taught.target, labels.flatten(), self.temperature, self.logits, self.text)
 
 
 class TeacherOutput(NamedTuple):
-    """What a teacher says of some windows.
+    """A teacher's predictions and streams on some windows.
 
     Attributes:
-        target: its predictions; None where they are not asked for.
-        streams: its own, (windows, tokens, hidden), by the student's nodes.
-        places: how many streams are compared, with those that are the student's own.
+        target: predictions; None where they have no weight.
+        streams: (windows, tokens, hidden), by the student's nodes.
+        places: number of compared streams, with those that are the student's own.
     """
 
     target: TeacherTarget | None
@@ -220,12 +194,11 @@ class TeacherOutput(NamedTuple):
 class Distiller:
     """Computes the loss of a student.
 
-    The teacher is no part of the student, nor of anything that is saved or trained: its parameters need no gradients,
-    it stays in evaluation mode, and it goes where the student's batches are. If streams are compared, or shared, it is
-    edited to run its dense program, so that both models' streams are taken at the same kind of place.
+    The teacher's parameters need no gradients, it stays in evaluation mode, and moves to the device of the student's
+    batches. Where streams are compared or shared, it is edited to run its dense program.
 
     Attributes:
-        shared: after how many nodes the teacher's pass begins, with the student's stream (`share`).
+        shared: number of nodes after which the teacher's pass begins, with the student's stream (`share`).
 
     Args:
         program: the student's, in the numbers of the original's layers.
@@ -240,11 +213,11 @@ class Distiller:
         self.program = program
         self.teacher = teacher if isinstance(teacher, PreTrainedModel) else None
         self.stored = teacher if isinstance(teacher, TeacherLogits) else None
-        self.counterparts: tuple[Counterpart, ...] = ()
+        self.counterparts: dict[int, int] = {}
         self.shared = 0
         if self.stored is not None:
             for name in ("kept", "temperature"):
-                stored = getattr(self.stored.identity, name)
+                stored = getattr(self.stored, name)
                 asked = getattr(distillation, name)
                 if stored != asked:
                     raise ValueError(
@@ -271,26 +244,25 @@ class Distiller:
             self.shared = shared_prefix(student, self.teacher, self.program)
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The loss of a micro-batch, a mean over its predicted tokens, and its parts.
+        """Compute the loss of a micro-batch, a mean over its predicted tokens, and its parts.
 
         Args:
-            model: the student, or whatever wraps it (DDP, FSDP, peft); it is called once.
+            model: the student or a wrapper of it (DDP, FSDP, peft); it is called once.
             batch: `input_ids` and `labels`, (windows, tokens), the latter -100 where nothing is predicted (a window's
-                first one is never predicted); `position_ids` of documents that are apart; and `index`, (windows,),
-                which training windows these are, if logits are kept on disk.
+                first token is never predicted); `position_ids` of documents that are apart; and `index`, (windows,),
+                numbers of the training windows, if logits are kept on disk.
 
         Returns:
-            `loss`, with its gradient; and those of `logits` (times T^2), `hidden` and `text` that have a weight, each
-            without it, and without a gradient.
+            `loss`, with its gradient; and those of `logits` (times T^2), `hidden` and `text` that have a weight,
+                unweighted and without a gradient.
 
         Raises:
             ValueError: if the student runs no program, or another one, or has another vocabulary or size of the stream.
         """
         windows = model_inputs(batch)
         labels = next_tokens(batch["labels"])
-        nodes = [one.node for one in self.counterparts]
         taught: TeacherOutput | None = None
-        with watched_streams(model, [*nodes, self.shared], len(self.program)) as streams:
+        with watched_streams(model, [*self.counterparts, self.shared], len(self.program)) as streams:
 
             def task() -> LogitsTask:
                 nonlocal taught
@@ -304,22 +276,22 @@ class Distiller:
     def _ask(
         self, batch: Mapping[str, Tensor], windows: Mapping[str, Tensor], streams: Mapping[int, Tensor]
     ) -> TeacherOutput:
-        """What the teacher says, or has said; from the student's stream on where it begins with that."""
+        """Ask the teacher, or read its logits; it begins with the student's stream where it shares that."""
         if self.stored is not None:
             return TeacherOutput(self.stored.read(batch["index"]), {})
         assert self.teacher is not None
         if not self.shared:
             return ask_teacher(self.teacher, windows, self.counterparts, self.distillation)
-        with beginning_behind(self.teacher, self.shared, streams[self.shared].detach()):
+        layers = edited_layers(self.teacher)
+        layers.begins = (self.shared, streams[self.shared].detach())
+        try:
             return ask_teacher(self.teacher, windows, self.counterparts, self.distillation, self.shared)
+        finally:
+            layers.begins = None
 
 
 def require_unedited_teacher(teacher: PreTrainedModel) -> Program:
-    """The program of a teacher, its layers one after the other.
-
-    Raises:
-        ValueError: if it runs another one.
-    """
+    """Return a teacher's program, its layers one after the other."""
     own = program_of(teacher)
     steps = family_of(teacher.config).steps_per_layer
     if own != Program.dense(len(own) // steps, steps):
@@ -330,23 +302,23 @@ def require_unedited_teacher(teacher: PreTrainedModel) -> Program:
 def ask_teacher(
     teacher: PreTrainedModel,
     windows: Mapping[str, Tensor],
-    places: Sequence[Counterpart],
+    places: Mapping[int, int],
     distillation: Distillation,
     begins: int = 0,
 ) -> TeacherOutput:
-    """What a teacher in memory says of some windows; it goes where they are.
+    """Run a teacher in memory on some windows; it moves to their device.
 
     Args:
         windows: (windows, tokens) `input_ids`, and `position_ids` of documents that are apart (`model_inputs`).
-        places: of the streams.
-        distillation: whether predictions are asked for, and at which temperature.
-        begins: behind which node its pass begins; places up to there are the student's own, and have no error.
+        places: of the streams, as `counterparts` gives them.
+        distillation: whether predictions are needed, and at which temperature.
+        begins: node behind which its pass begins; places up to there are the student's own, and have no error.
     """
     device = windows["input_ids"].device
     if teacher.device != device and not hasattr(teacher, "hf_device_map"):
         teacher.to(device)  # type: ignore[arg-type] # transformers wraps it untyped
     steps = family_of(teacher.config).steps_per_layer
-    nodes = {one.node: one.layer * steps for one in places if one.layer * steps > begins}
+    nodes = {node: layer * steps for node, layer in places.items() if layer * steps > begins}
     without_head: Any = teacher.base_model
     with torch.no_grad(), watched_streams(teacher, sorted(nodes.values()), None, begins) as streams:
         normed = without_head(**windows, use_cache=False).last_hidden_state
@@ -363,13 +335,13 @@ def parts_of_loss(
     streams: Mapping[int, Tensor],
     taught: TeacherOutput,
 ) -> dict[str, Tensor]:
-    """A student's loss with its gradient, and its parts that have a weight, each without it and without a gradient.
+    """Compute a student's loss with its gradient, and its weighted parts, each unweighted and without a gradient.
 
     All are means over the predicted tokens.
 
     Args:
         at_head: of the student's predictions.
-        labels: (windows, tokens), what each token is to predict; IGNORED where nothing is.
+        labels: (windows, tokens), the token that each is to predict; IGNORED where nothing is.
         streams: the student's, by node.
     """
     loss = at_head.loss
@@ -385,14 +357,11 @@ def parts_of_loss(
 
 
 def relative_error(student: Tensor, teacher: Tensor, predicted: Tensor) -> Tensor:
-    """|s - t|^2 / |t|^2 summed over tokens, a number; deep streams, which are large, count no more than others.
+    """S - t|^2 / |t|^2 summed over tokens, a number; deep streams, which are large, count no more than others.
 
     Args:
         student, teacher: (windows, tokens, hidden).
-        predicted: (windows, tokens), which tokens count.
-
-    Raises:
-        ValueError: if the streams have another size.
+        predicted: (windows, tokens), tokens that count.
     """
     if student.shape != teacher.shape:
         raise ValueError(
@@ -409,16 +378,16 @@ def relative_error(student: Tensor, teacher: Tensor, predicted: Tensor) -> Tenso
 def watched_streams(
     model: nn.Module, nodes: Sequence[int], length: int | None, begins: int = 0
 ) -> Iterator[dict[int, Tensor]]:
-    """The streams of the model's next forward pass, (batch, tokens, hidden), by the number of nodes that have landed.
+    """Collect streams of the next forward pass, (batch, tokens, hidden), by the number of nodes that have landed.
 
     Args:
         model: runs a program, or wraps a model that does.
-        nodes: which streams, counted from 1; 0 stands for none.
-        length: of its program, to be sure of it.
-        begins: behind which node the pass begins.
+        nodes: numbers from 1; 0 stands for none.
+        length: of the expected program.
+        begins: node behind which the pass begins.
 
     Raises:
-        ValueError: if it runs none, or one of another length; at the end, if some stream was not seen.
+        ValueError: if the model runs none, or one of another length; at the end, if some stream was not seen.
     """
     streams: dict[int, Tensor] = {}
     wanted = set(nodes) - {0}

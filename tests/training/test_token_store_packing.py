@@ -17,11 +17,10 @@ from surgeon.models.edit import edit
 from surgeon.models.families import FAMILIES
 from surgeon.quality.tokens import Tokens
 from surgeon.training.head_loss import text_loss
-from surgeon.training.packing import IGNORED, Documents, Packer, Row, attends_across, columns
 from surgeon.training.run import train
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainingText, TrainTexts
-from surgeon.training.token_store import as_table
+from surgeon.training.token_store import IGNORED, Documents, Packer, Row, as_table, attends_across, columns
 from tests.selection import case
 from tests.tiny_models import tiny_model
 from tests.training.runs import TEXTS, student

@@ -14,19 +14,20 @@ from torch import Tensor, nn
 import surgeon
 from surgeon.models.edit import edit, program_of
 from surgeon.quality.text import logits_of, text_quality
-from surgeon.training.distill.distiller import Distillation
+from surgeon.training.distiller import Distillation
+from surgeon.training.racks import task
 from surgeon.training.racks.build import rack_of
+from surgeon.training.racks.exchange import KeptStreams, RackStreams
 from surgeon.training.racks.model import open_rack, save_rack
 from surgeon.training.racks.partition import Racks
+from surgeon.training.racks.rack_log import ItemKey, ItemKind
 from surgeon.training.racks.run_files import RacksToTrain, rack_folder
-from surgeon.training.racks.streams import ItemKey, ItemKind, KeptStreams, RackStreams
-from surgeon.training.racks.task import RackLoss
-from surgeon.training.racks.trained import RacksTrained, train_in_turn
+from surgeon.training.racks.task import RacksTrained, train_in_turn
 from surgeon.training.run import train
 from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainingText, TrainTexts
 from tests.tiny_models import tiny_model
-from tests.training.racks.reference import train_together
+from tests.training.racks.reference import forward, train_together
 from tests.training.runs import windows
 
 TEXTS = TrainTexts(TrainingText.of(windows(10, 1)), windows(3, 2))
@@ -89,8 +90,8 @@ def test_racks_of_mixtures(program: str, tmp_path: Path) -> None:
         save_rack(rack, tmp_path / "rack")
         stream = None if index == 0 else torch.randn(2, 8, model.config.hidden_size)
         ids = TEXTS.training.ids[:2]
-        again = open_rack(tmp_path / "rack").forward(ids, stream)
-        for one, other in zip(again, rack.forward(ids, stream), strict=True):
+        again = forward(open_rack(tmp_path / "rack"), ids, stream)
+        for one, other in zip(again, forward(rack, ids, stream), strict=True):
             assert torch.equal(one, other)
     found = trained(tmp_path / "run", model, racks, steps=1)
     for index in range(3):
@@ -139,16 +140,16 @@ def test_killed_it_goes_on_with_the_same_bits(tmp_path: Path, monkeypatch: pytes
     model = whole("gpt2", PROGRAM, 0.3)
     racks = cut(model, "0:3,3:4")
     expected = trained(tmp_path / "whole", model, racks, save_every=1)
-    calls, loss = 0, RackLoss.loss
+    calls, loss = 0, task.rack_loss
 
-    def killed(self: RackLoss, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+    def killed(streams: RackStreams, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         nonlocal calls
         calls += 1
         if calls in (4, 9):
             raise KeyboardInterrupt
-        return loss(self, model, inputs)
+        return loss(streams, model, inputs)
 
-    monkeypatch.setattr(RackLoss, "loss", killed)
+    monkeypatch.setattr(task, "rack_loss", killed)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             trained(tmp_path / "killed", model, racks, save_every=1)

@@ -17,8 +17,8 @@ import surgeon
 from surgeon.language.program import Program
 from surgeon.models.families import family_of
 from surgeon.quality.data import Windows
-from surgeon.training.distill.distiller import Distillation, Distiller, counterparts, watched_streams
-from surgeon.training.distill.teacher_logits import TeacherIdentity, keep_logits
+from surgeon.training.distiller import Distillation, Distiller, counterparts, watched_streams
+from surgeon.training.teacher_logits import TeacherLogits
 from surgeon.training.texts import TrainingText
 from tests.tiny_models import VOCABULARY, tiny_model
 
@@ -66,9 +66,9 @@ def plainly(student: Any, teacher: Any, batch: dict[str, Tensor], settings: Dist
     every = steps if teacher_edited else 1
     assert len(wanted.hidden_states) == every * layers + 1
     errors = []
-    for place in counterparts(program, layers):
-        s = ends[student] if place.node == len(program) else found.hidden_states[place.node]
-        t = ends[teacher] if place.layer == layers else wanted.hidden_states[place.layer * every]
+    for node, layer in counterparts(program, layers).items():
+        s = ends[student] if node == len(program) else found.hidden_states[node]
+        t = ends[teacher] if layer == layers else wanted.hidden_states[layer * every]
         errors.append(((s - t).norm(dim=-1) ** 2 / t.norm(dim=-1) ** 2)[:, :-1].mean())
     log_q, log_p = (
         functional.log_softmax(each.logits[:, :-1] / temperature, -1).flatten(0, 1) for each in (found, wanted)
@@ -266,8 +266,8 @@ def test_logits_from_disk(tmp_path: Path) -> None:
     batch = batch_of()
     settings = Distillation(temperature=2, text=0.5, kept=VOCABULARY)
     live = Distiller(Distillation(temperature=2, text=0.5), surgeon.program_of(student), teacher)
-    identity = TeacherIdentity("0" * 64, "float32", "d" * 64, *batch["input_ids"].shape, VOCABULARY, 2.0)
-    kept = keep_logits(teacher, TrainingText.of(Windows(batch["input_ids"], "", "")), tmp_path, identity)
+    kept = TeacherLogits(tmp_path, "0" * 64, "float32", "d" * 64, *batch["input_ids"].shape, VOCABULARY, 2.0)
+    kept.make(teacher, TrainingText.of(Windows(batch["input_ids"], "", "")))
     distiller = Distiller(settings, surgeon.program_of(student), kept)
     for some in (slice(0, 4), slice(2, 3)):
         wanted = live.loss(student, rows(batch, some))

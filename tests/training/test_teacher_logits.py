@@ -17,21 +17,21 @@ import torch
 from torch import Tensor
 
 from surgeon.quality.data import Windows
-from surgeon.training.distill import teacher_logits
-from surgeon.training.distill.teacher_logits import TeacherIdentity, TeacherLogits, keep_logits
+from surgeon.training import teacher_logits
+from surgeon.training.teacher_logits import TeacherLogits
 from surgeon.training.texts import TrainingText
 from tests import tiny_models as models
 from tests import warm
 from tests.waiting import PATIENCE
 
 WINDOWS, WINDOW, KEPT, TEMPERATURE = 7, 12, 5, 1.5
-IDENTITY = TeacherIdentity("0" * 64, "float32", "d" * 64, WINDOWS, WINDOW, KEPT, TEMPERATURE)
+LOGITS = TeacherLogits(Path(), "0" * 64, "float32", "d" * 64, WINDOWS, WINDOW, KEPT, TEMPERATURE)
 # Three windows a file; killed while the teacher runs on the window of this number.
 MAKE = """
 import os, signal, sys
 from pathlib import Path
-from surgeon.training.distill import teacher_logits
-from tests.training.distill import test_teacher_logits as this
+from surgeon.training import teacher_logits
+from tests.training import test_teacher_logits as this
 
 folder, killed_at = Path(sys.argv[1]), int(sys.argv[2])
 teacher_logits._MOST_WINDOWS = 3
@@ -59,8 +59,10 @@ def text() -> Tensor:
     return torch.randint(2, models.VOCABULARY, (WINDOWS, WINDOW), generator=torch.Generator().manual_seed(3))
 
 
-def make(teacher: CountedTeacher, folder: Path, identity: TeacherIdentity = IDENTITY) -> TeacherLogits:
-    return keep_logits(teacher.model, TrainingText.of(Windows(text(), "random", "")), folder, identity)
+def make(teacher: CountedTeacher, folder: Path, logits: TeacherLogits = LOGITS) -> TeacherLogits:
+    made = replace(logits, folder=folder)
+    made.make(teacher.model, TrainingText.of(Windows(text(), "random", "")))
+    return made
 
 
 @pytest.fixture
@@ -91,7 +93,7 @@ def test_what_is_kept(teacher: CountedTeacher, tmp_path: Path) -> None:
     assert torch.allclose(found.rest.exp() + found.log_p.exp().sum(-1), torch.ones(len(wanted)))
     sizes = [path.stat().st_size for path in (tmp_path / "kept").glob("*.safetensors")]
     assert len(sizes) == 3
-    assert sum(sizes) < WINDOWS * IDENTITY.window_bytes + 3000  # headers
+    assert sum(sizes) < WINDOWS * LOGITS.window_bytes + 3000  # headers
 
 
 def test_once_is_enough(teacher: CountedTeacher, tmp_path: Path) -> None:
@@ -130,16 +132,16 @@ def test_killed_it_goes_on(teacher: CountedTeacher, tmp_path: Path) -> None:
 def test_other_ones_are_refused(teacher: CountedTeacher, tmp_path: Path, change: dict[str, Any], reason: str) -> None:
     make(teacher, tmp_path)
     with pytest.raises(ValueError, match=reason):
-        make(teacher, tmp_path, replace(IDENTITY, **change))
+        make(teacher, tmp_path, replace(LOGITS, **change))
 
 
 def test_what_makes_no_sense(teacher: CountedTeacher, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="kept logits of 8 windows of 12 tokens cannot be made from 7 x 12"):
-        make(teacher, tmp_path, replace(IDENTITY, windows=8))
+        make(teacher, tmp_path, replace(LOGITS, windows=8))
     with pytest.raises(ValueError, match="at least 1 of the teacher's logits"):
-        replace(IDENTITY, kept=0)
+        replace(LOGITS, kept=0)
     with pytest.raises(ValueError, match="vocabulary has 97 tokens; keep at most as many, not 98"):
-        make(teacher, tmp_path, replace(IDENTITY, kept=98))
+        make(teacher, tmp_path, replace(LOGITS, kept=98))
     with pytest.raises(ValueError, match="windows 0 to 6, not of window 7"):
         make(teacher, tmp_path).read(torch.tensor([7]))
 

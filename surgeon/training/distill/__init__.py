@@ -1,1 +1,0 @@
-"""Distillation: training towards an original, its predictions and its streams."""
