@@ -19,8 +19,7 @@ from scripts.cost.constants import CONSTANTS, fitted
 from scripts.cost.models import CONFIGS
 from scripts.cost.programs import LOW_RANK, program_of
 from surgeon.cost.deployment import Deployment
-from surgeon.cost.hardware import Hardware
-from surgeon.cost.hardware_file import load_hardware
+from surgeon.cost.hardware import Hardware, load_hardware
 from surgeon.cost.passes import PassCost, PredictedRanks
 from surgeon.cost.plans import plan_on_paper
 from surgeon.cost.predict import predict

@@ -31,8 +31,7 @@ from surgeon.analysis.engine.measure import MeasureOptions, ProgramJournal, meas
 from surgeon.analysis.engine.memory import windows_at_once
 from surgeon.analysis.engine.sharing import SharedPlan, plain_sublayers, share, simplify
 from surgeon.analysis.engine.workers import Job, measure_in_workers
-from surgeon.analysis.experts import expert_use, use_table
-from surgeon.analysis.importance import most_important
+from surgeon.analysis.importance import expert_use, most_important, use_table
 from surgeon.analysis.subject import Subject
 from surgeon.checkpoint.read import read_json
 from surgeon.findings.scan import Scan

@@ -9,22 +9,22 @@ node, and all of it runs again for each truncation in it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgeon.analysis.engine.walk import HEAD_NOT_FINITE
-from surgeon.analysis.factors.allocation import curves_of, effective_rank, energy_rank, kept_parameters
+from surgeon.analysis.factors.allocation import Curve, effective_rank, energy_rank, kept_parameters
 from surgeon.analysis.factors.calibration import recorded
 from surgeon.analysis.factors.matrices import Matrices, Matrix, choose_layers, choose_weights, find_matrices
 from surgeon.analysis.factors.program_run import ProgramRun, ReferenceText, matrices_in
-from surgeon.analysis.spectrum_journal import ByWindow, SingularValues, SpectrumJournal, Truncation
 from surgeon.analysis.subject import Subject
 from surgeon.errors import shown
 from surgeon.findings.spectrum import METHODS, Spectrum, TargetRank, parse_ranks
@@ -34,9 +34,103 @@ from surgeon.language.sublayer import Sublayer
 from surgeon.models.edit import as_stored, program_of
 from surgeon.models.families import family_of
 from surgeon.models.weights.decompose import Decomposition, SecondMoment, Whitening, decompose, truncate, whiten
+from surgeon.processes.journal import Journal, read_journal
 from surgeon.progress import Advance, progress
+from surgeon.provenance import FORMAT
 from surgeon.quality.data import Windows
 from surgeon.quality.summary import ESTIMATE_COLUMNS, estimate, perplexity, perplexity_interval
+
+JOURNAL = "journal.jsonl"
+Values = NDArray[np.float64]
+ByWindow = dict[str, Values]  # nll and divergence from the original, nats per token, (windows,) each
+
+
+@dataclass(frozen=True)
+class SingularValues:
+    """The singular values of one matrix.
+
+    Attributes:
+        size: (out_features, in_features).
+        plain: of W, largest first.
+        whitened: of W S, likewise.
+        factor: how S was made, as in `Whitening.how`.
+        input_rank: the rank of S.
+    """
+
+    size: tuple[int, int]
+    plain: Values
+    whitened: Values
+    factor: str
+    input_rank: int
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """One matrix cut down to a rank."""
+
+    matrix: Matrix
+    method: str
+    rank: int
+
+
+class SpectrumJournal(Journal):
+    """Everything that a spectrum has measured, kept in a folder as it is measured.
+
+    Attributes:
+        base_nll: the unedited model's negative log-likelihood by window, once it is known.
+        spectra: by matrix.
+        damage: by truncation.
+
+    Args:
+        folder: made if it is not there; None to keep nothing.
+        identity: what the numbers depend on.
+
+    Raises:
+        ValueError, OSError: as `Journal`.
+    """
+
+    def __init__(self, folder: Path | None, identity: dict[str, Any] | None = None) -> None:
+        self.base_nll: Values | None = None
+        self.spectra: dict[Matrix, SingularValues] = {}
+        self.damage: dict[Truncation, ByWindow] = {}
+        if folder is None:
+            super().__init__(None, "spectrum")
+        else:
+            super().__init__(folder / JOURNAL, "spectrum", {"format": FORMAT} | (identity or {}))
+
+    def take(self, line: Any) -> None:
+        if "base" in line:
+            self.base_nll = np.array(line["base"], dtype=np.float64)
+            return
+        matrix = Matrix.of(line["layer"], line["weight"])
+        if "rank" in line:
+            numbers = {name: np.array(line[name], dtype=np.float64) for name in ("nll", "divergence")}
+            self.damage[Truncation(matrix, line["method"], line["rank"])] = numbers
+            return
+        plain, whitened = (np.array(line[name], dtype=np.float64) for name in ("plain", "whitened"))
+        out_features, in_features = line["size"]
+        found = SingularValues((out_features, in_features), plain, whitened, line["factor"], line["input_rank"])
+        self.spectra[matrix] = found
+
+    def lacks_damage(self, truncations: Iterable[Truncation]) -> bool:
+        return any(truncation not in self.damage for truncation in truncations)
+
+
+def read_findings(folder: Path) -> tuple[dict[str, Any], SpectrumJournal]:
+    """What a folder's numbers depend on, and what it holds.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_journal`.
+    """
+    identity, lines = read_journal(folder / JOURNAL, "spectrum")
+    found = SpectrumJournal(None)
+    try:
+        for line in lines:
+            found.take(line)
+    except (IndexError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder / JOURNAL} is damaged; run surgeon spectrum again on its folder") from error
+    return identity, found
+
 
 Method = Literal["whitened", "plain"]
 DEFAULT_RANKS = parse_ranks("1/8,1/4,1/2,3/4")
@@ -251,6 +345,20 @@ def _write(folder: Path, work: _Work, journal: SpectrumJournal, windows: Windows
     found = Spectrum(matrices, damage, values, value, curves, record=record)
     files = (*found.write(folder), folder / found.RECORD)
     return replace(found, files=files)
+
+
+def curves_of(
+    spectra: Mapping[Matrix, SingularValues], damage: Mapping[Truncation, ByWindow], method: str
+) -> tuple[Curve, ...]:
+    """The curves of what a spectrum has found of these matrices, for truncations by one method."""
+    measured: dict[Matrix, dict[int, float]] = {}
+    for truncation, quality in damage.items():
+        if truncation.method == method:
+            measured.setdefault(truncation.matrix, {})[truncation.rank] = float(quality["divergence"].mean())
+    return tuple(
+        Curve(matrix, found.size, found.plain if method == "plain" else found.whitened, measured.get(matrix, {}))
+        for matrix, found in spectra.items()
+    )
 
 
 PERCENTAGES = (90, 95, 99)

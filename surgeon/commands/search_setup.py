@@ -7,9 +7,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from surgeon.analysis.experts import expert_use
 from surgeon.analysis.factors.calibration import recorded
-from surgeon.analysis.importance import most_important
+from surgeon.analysis.importance import expert_use, most_important
 from surgeon.analysis.subject import Subject, open_subject
 from surgeon.commands.opening import as_folder, warn
 from surgeon.cost.hardware import Hardware

@@ -1,4 +1,4 @@
-"""What one forward pass costs on the ranks of described hardware."""
+"""Costs of forward passes on the ranks of described hardware."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import count
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from surgeon.cost.clocks import Burst, Costs, RankClock, Swap, Transfer, meet, pass_seconds
-from surgeon.cost.collectives import Operation, Wiring
+from surgeon.cost.clocks import Burst, Costs, RankClock, Transfer, meet, pass_seconds
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.hardware import Hardware
-from surgeon.cost.kernels import Kernel, RankSpeed, burst
+from surgeon.cost.kernels import Kernel, Operation, RankSpeed, Wiring, burst
 from surgeon.cost.plans import PLANS
 from surgeon.cost.work import Forward, GathersFirst, RankWork
 from surgeon.language.program import Fork, Program, Step
@@ -40,9 +38,9 @@ class PassCost:
     Attributes:
         seconds: from its beginning to its end.
         compute: in which its device computes.
-        launches: in which it waits for the host, or for the next kernel.
-        exposed: in which it waits for collectives and other ranks.
-        communication: that its collectives take, hidden or not.
+        launches: of waiting for the host, or for the next kernel.
+        exposed: of waiting for collectives and other ranks.
+        communication: of its collectives, hidden or not.
         layers, vocabulary: collectives that a rank starts, of the program's nodes and of embedding and head.
     """
 
@@ -56,7 +54,7 @@ class PassCost:
 
     @property
     def share(self) -> float:
-        """Of its time, the part in which it waits for collectives."""
+        """The part of its time in which it waits for collectives."""
         return self.exposed / self.seconds
 
 
@@ -84,20 +82,17 @@ class PredictedRanks:
         self._ways: dict[tuple[object, ...], bool] = {}
 
     def wiring(self, graphs: bool) -> Wiring:
-        hardware = self.hardware
         deployment = self.deployment
+        within = None
+        across = None
         if min(self.plan.ranks, self.node) > 1:
-            within = hardware.link(deployment.link)
-        else:
-            within = None
+            within = self.hardware.link(deployment.link)
         if self.plan.ranks > self.node:
-            across = hardware.network(deployment.network)
-        else:
-            across = None
+            across = self.hardware.link(deployment.network, between_nodes=True)
         return Wiring(within, across, self.node, self.speed.host, deployment.emulated, graphs)
 
     def gathers(self, part: Part) -> bool:
-        """Tell whether first factors are shared out: as the deployment says, or as is faster for one token."""
+        """Tell whether first factors are shared out: as deployed, or as is faster for one token."""
         if self.plan.low_rank != "auto":
             return self.plan.low_rank == "gather"
         key = replace(part.sublayer, layers=(0,)), part.sharers
@@ -109,7 +104,7 @@ class PredictedRanks:
         return self._ways[key]
 
     def forward(self, forward: Forward, graphs: bool) -> PassCost:
-        """One pass, in halves where the deployment says so and it has any; these are no captured graph.
+        """Predict one pass, in halves where they are deployed and possible; halves are no captured graph.
 
         Args:
             graphs: whether it is a captured graph.
@@ -135,7 +130,7 @@ class PredictedRanks:
 
 @lru_cache(maxsize=PLANS)
 def _works(plan: Plan) -> tuple[Program, list[list[tuple[Work, int]]]]:
-    """A plan's program, and every rank's work: with a number that is the same of steps that differ in layers only."""
+    """A plan's program, and every rank's work, with one number for steps that differ in layers only."""
     program = Program.parse(plan.program)
     by_rank = [rank_work(program, rank, plan.ranks, plan.sliced) for rank in range(plan.ranks)]
     numbers: dict[object, int] = {}
@@ -150,27 +145,21 @@ def _works(plan: Plan) -> tuple[Program, list[list[tuple[Work, int]]]]:
     return program, [[(work, number(work)) for work in each] for each in by_rank]
 
 
-class Timed(NamedTuple):
-    """What a rank does of a step, and the collectives inside it."""
-
-    items: list[Burst | Swap]
-    sent: Counts
+Timed = tuple[list[Burst | Transfer], Counts]  # what a rank does of a step, and the collectives inside it
 
 
 class PassCosts(Costs):
-    """What takes how long in one pass.
+    """The costs of one pass.
+
+    Args:
+        graphs: whether it is a captured graph.
+        gathers: whether ranks share out a part's first factors.
 
     Attributes:
         layers, vocabulary: collectives that rank 0 has started.
     """
 
     def __init__(self, ranks: PredictedRanks, forward: Forward, graphs: bool, gathers: GathersFirst) -> None:
-        """Before anything is computed.
-
-        Args:
-            graphs: whether the pass is a captured graph.
-            gathers: whether ranks share out a part's first factors.
-        """
         self.ranks = ranks
         self.plan = ranks.plan
         self.forward = forward
@@ -189,7 +178,7 @@ class PassCosts(Costs):
         self.forward = self.forward.ending
         self._known.clear()
 
-    def items(self, rank: int, step: Step) -> Sequence[Burst | Swap]:
+    def items(self, rank: int, step: Step) -> Sequence[Burst | Transfer]:
         work, like = self.ranks.work[rank][next(self._next[rank])]
         assert work.step is step, f"the executor is at {step}, the rank's work at {work.step}"
         if like not in self._known:
@@ -224,13 +213,13 @@ class PassCosts(Costs):
         return [transfer] * len(group)
 
     def embed(self, clocks: Sequence[RankClock]) -> None:
-        """Before the program: rows of the embedding, and their sum over the ranks, which have some rows each."""
+        """Look up embeddings, and sum them over the ranks, which have some rows each."""
         numbers = self.rank_work.numbers
         values = self.forward.tokens * self.plan.hidden
         self._end(clocks, [numbers.copy("embedding", 2 * values)], "all-reduce", numbers.size * values)
 
     def choose(self, clocks: Sequence[RankClock]) -> None:
-        """Behind it: every text's last token through the final norm and the head, and the best of all ranks' logits."""
+        """Take every text's last token through the final norm and the head, and gather the best logits of all ranks."""
         plan = self.plan
         numbers = self.rank_work.numbers
         texts = self.forward.texts
@@ -240,26 +229,25 @@ class PassCosts(Costs):
         self._end(clocks, [norm, head, numbers.copy("best", texts * rows)], "all-gather", CANDIDATE * texts)
 
     def alone(self, work: Work) -> float:
-        """Seconds that a rank takes for a step, with ranks that do the same."""
+        """Seconds of a step, among ranks that do the same."""
         clock = RankClock()
-        for item in self._timed(work).items:
+        for item in self._timed(work)[0]:
             if isinstance(item, Burst):
                 clock.spend(item)
             else:
-                meet([clock], [item.transfer])
+                meet([clock], item)
         return max(clock.now, clock.host)
 
     def _end(self, clocks: Sequence[RankClock], kernels: Sequence[Kernel], operation: Operation, size: int) -> None:
-        """Spend what ranks compute at an end of the program, and a collective of all, exact and hidden by nothing."""
+        """Spend kernels at an end of the program, and an exact collective of all, hidden by nothing."""
         for clock in clocks:
             clock.spend(self._burst(kernels))
         if self.connected and len(clocks) > 1:
-            sent = self._exact(operation, size, tuple(range(len(clocks))), self.vocabulary)
-            meet(clocks, [sent] * len(clocks))
+            meet(clocks, self._exact(operation, size, tuple(range(len(clocks))), self.vocabulary))
 
     def _timed(self, work: Work) -> Timed:
         """A step's kernels as one burst between every two exchanges."""
-        found: list[Burst | Swap] = []
+        found: list[Burst | Transfer] = []
         sent = Counts()
         kernels = list[Kernel]()
         for item in self.rank_work.items(work, self.forward):
@@ -271,9 +259,11 @@ class PassCosts(Costs):
                     inside = self._exact(item.operation, part.nbytes, item.group, sent)
                 else:
                     inside = self._transfer(item.operation, part, item.group, sent)
-                found += [self._burst(kernels), Swap(item.group, inside)]
+                found += [self._burst(kernels), replace(inside, group=item.group)]
                 kernels = []
-        return Timed([*found, self._burst(kernels)] if kernels else found, sent)
+        if kernels:
+            found.append(self._burst(kernels))
+        return found, sent
 
     def _burst(self, kernels: Sequence[Kernel]) -> Burst:
         return burst(kernels, self.ranks.speed, self.graphs)

@@ -1,4 +1,4 @@
-"""What a program costs on described hardware: first token, every further one, memory, and where the time goes."""
+"""Predictions of a program on described hardware: first token, every further one, memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from surgeon.runtime.plan.specification import Plan
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a program costs.
+    """Costs of a program.
 
     Attributes:
         prefill: the pass over all prompts, which brings the first token.
@@ -53,7 +53,7 @@ class Prediction:
 
     @property
     def share(self) -> float:
-        """Of all the time, the part in which ranks wait for collectives."""
+        """The part of all time in which ranks wait for collectives."""
         later = self.decode.exposed * (self.workload.new - 1) if self.decode else 0.0
         return (self.prefill.exposed + later) / self.total
 
@@ -61,7 +61,7 @@ class Prediction:
 def predict(
     shapes: ModelShapes, program: Program, hardware: Hardware, workload: Workload, deployment: Deployment
 ) -> Prediction:
-    """What a program costs; whether it fits into memory is said, not enforced.
+    """Predict a program's costs; whether it fits into memory is noted, not enforced.
 
     Raises:
         ValueError: if the program, the ranks or the texts' length do not fit the model, or the hardware lacks a figure,

@@ -1,4 +1,4 @@
-"""Many predictions: several programs, on several numbers of ranks, for several loads."""
+"""Predictions of several programs, on several numbers of ranks, for several loads."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _RANGE = re.compile(r"(\d{1,7})(?:\.\.(\d{1,7}))?")
 
 @dataclass(frozen=True)
 class SweepCell:
-    """One prediction, or why there is none.
+    """One prediction, or the reason why there is none.
 
     Attributes:
         prediction: None if these ranks cannot share the program.
-        refused: why there is none, or that it does not fit into memory; empty where all is well.
+        refused: the reason, or that it does not fit into memory; empty where all is well.
     """
 
     candidate: Candidate
@@ -45,7 +45,7 @@ class SweepCell:
 
 
 def parse_sweep(text: str) -> dict[str, list[int]]:
-    """The values of each axis in a text such as "ranks=1..64,batch=1..256": the first, twice as many, ..., the last.
+    """Read axes such as "ranks=1..64,batch=1..256": the first value, twice as many, ..., the last.
 
     Raises:
         ValueError: if it cannot be read.
@@ -76,7 +76,7 @@ def sweep(
     axes: Mapping[str, Sequence[int]],
     advance: Callable[[float], None] = lambda _: None,
 ) -> list[SweepCell]:
-    """Predict every program for all combinations of what the axes say, in their order.
+    """Predict every program for all combinations of the axes' values, in their order.
 
     Args:
         advance: called with 1 after each prediction.
@@ -92,7 +92,7 @@ def sweep(
 
 
 def cell(candidate: Candidate, hardware: Hardware, deployment: Deployment, workload: Workload) -> SweepCell:
-    """One prediction; what the ranks or their memory refuse is told in it."""
+    """Predict one cell; refusals of ranks or memory are noted in it."""
     halves = deployment.halves if candidate.halves == "off" else candidate.halves
     deployment = replace(deployment, connected=deployment.connected and candidate.connected, halves=halves)
     try:
@@ -105,7 +105,7 @@ def cell(candidate: Candidate, hardware: Hardware, deployment: Deployment, workl
 
 
 def explain_memory(cell: SweepCell, hardware: Hardware) -> str:
-    """Say what a prediction that does not fit needs, and what would do: fewer texts, or more ranks."""
+    """Explain a prediction that does not fit: its needs, and how many texts or ranks would do."""
     prediction = cell.prediction
     workload = cell.workload
     assert prediction is not None
@@ -131,7 +131,7 @@ def explain_memory(cell: SweepCell, hardware: Hardware) -> str:
 
 
 def ranks_with_room(cell: SweepCell, hardware: Hardware) -> Iterator[int]:
-    """Numbers of ranks, more than the cell's, that can share the program and have room for it."""
+    """Yield more ranks than the cell's that can share the program and have room for it."""
     assert cell.prediction is not None
     for ranks in range(cell.deployment.ranks + 1, MOST_RANKS + 1):
         if ranks > hardware.devices and not hardware.networks:
@@ -151,7 +151,7 @@ def ranks_with_room(cell: SweepCell, hardware: Hardware) -> Iterator[int]:
 
 
 def prediction_table(cells: Sequence[SweepCell]) -> pd.DataFrame:
-    """One row per program, ranks and load; speedups are over the first program on the same ranks for the same load."""
+    """One row per program, ranks and load; speedups are over the first program at the same ranks and load."""
     table = pd.DataFrame([_row(cell) for cell in cells])
     where = list(AXES)
     first = table[table["program"] == table["program"].iloc[0]].set_index(where)

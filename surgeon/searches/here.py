@@ -29,7 +29,7 @@ from surgeon.searches.mixture import Trial
 from surgeon.searches.priced import PricedQuestion
 from surgeon.searches.quantities import HERE, Limit, show_seconds
 from surgeon.searches.question import Question
-from surgeon.searches.storage import say_aside
+from surgeon.searches.study import say_aside
 from surgeon.searches.winners import RUNNERS_UP
 
 ROUNDS = 5

@@ -27,7 +27,7 @@ from surgeon.analysis.factors.make_factors import make_factors
 from surgeon.analysis.factors.matrices import Matrix
 from surgeon.analysis.factors.rank_recipe import ranked
 from surgeon.analysis.scan import JOURNAL
-from surgeon.analysis.spectrum_journal import read_findings
+from surgeon.analysis.spectrum import read_findings
 from surgeon.analysis.subject import Subject
 from surgeon.checkpoint.factor_cache import FactorCache
 from surgeon.findings.edit import Choice, Edit, as_choice

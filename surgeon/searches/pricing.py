@@ -18,8 +18,7 @@ from typing import Any
 
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.drafts import DraftPrices
-from surgeon.cost.hardware import Hardware
-from surgeon.cost.hardware_file import load_hardware
+from surgeon.cost.hardware import Hardware, load_hardware
 from surgeon.cost.plans import plan_on_paper
 from surgeon.cost.predict import predict
 from surgeon.cost.work import Forward, RankWork, Sent

@@ -18,7 +18,7 @@ from typing import Any, Self
 from surgeon.gpus import gpus_in_turn
 from surgeon.processes.children import Child, when_parent_ends
 from surgeon.processes.files import make_folder
-from surgeon.searches.storage import Say, say_aside
+from surgeon.searches.study import Say, say_aside
 from surgeon.threads import threads_per_rank
 
 FOLDER = "workers"  # in the output folder: what they say

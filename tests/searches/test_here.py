@@ -11,7 +11,7 @@ import pytest
 from surgeon.checkpoint.load import open_stored
 from surgeon.cost.calibrate import calibrate
 from surgeon.cost.deployment import Deployment
-from surgeon.cost.hardware_file import parse_hardware
+from surgeon.cost.hardware import parse_hardware
 from surgeon.cost.predict import predict
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program

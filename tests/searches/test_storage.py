@@ -17,7 +17,7 @@ from sqlalchemy.exc import OperationalError, ProgrammingError
 from surgeon.commands.failures import explain
 from surgeon.provenance import without_password
 from surgeon.searches import storage
-from surgeon.searches.storage import naming_storage, open_storage
+from surgeon.searches.study import naming_storage, open_storage
 
 REFUSED = {
     "mysql://me:secret@host/db": "'mysql://me:***@host/db' is no storage; known: postgresql, sqlite, journal",

@@ -14,8 +14,7 @@ import pytest
 from optuna.trial import TrialState
 
 from surgeon.searches.search import make_sampler
-from surgeon.searches.storage import open_storage
-from surgeon.searches.study import WORKER, counted, kept, open_study, run_trials
+from surgeon.searches.study import WORKER, counted, kept, open_storage, open_study, run_trials
 from tests.searches.made_up_search import search
 
 TRIALS = 14

@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from surgeon.analysis.factors.matrices import Matrix
-from surgeon.analysis.spectrum_journal import ByWindow, SingularValues, Truncation
 from surgeon.errors import did_you_mean
 from surgeon.language.operations.lowrank import rank_for, saves
 from surgeon.language.sublayer import WRITING
@@ -214,20 +213,6 @@ def corrected(
         alone = foreseen_damage(own, cut)
         weights[layer] = max(together(cut), _LEAST) / alone if alone > 0 else 1.0
     return [replace(curve, weight=weights[curve.matrix.layer]) for curve in curves]
-
-
-def curves_of(
-    spectra: Mapping[Matrix, SingularValues], damage: Mapping[Truncation, ByWindow], method: str
-) -> tuple[Curve, ...]:
-    """The curves of what a spectrum has found of these matrices, for truncations by one method."""
-    measured: dict[Matrix, dict[int, float]] = {}
-    for truncation, quality in damage.items():
-        if truncation.method == method:
-            measured.setdefault(truncation.matrix, {})[truncation.rank] = float(quality["divergence"].mean())
-    return tuple(
-        Curve(matrix, found.size, found.plain if method == "plain" else found.whitened, measured.get(matrix, {}))
-        for matrix, found in spectra.items()
-    )
 
 
 def energy_rank(values: Values, share: float) -> int:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from surgeon.findings.edit import Edit
 from surgeon.language.operations.applied import AppliedOperation
-from surgeon.searches.spaces.base import TIMES, Claim, SizedSpace, claims_of_shape, register
+from surgeon.searches.spaces.base import TIMES, Claim, SizedSpace, Space, claims_of_shape, register
 
 
 class LayerGroups(SizedSpace):
@@ -46,3 +46,16 @@ class ParallelGroups(LayerGroups):
     summary = "neighbouring layers run side by side, each with a stream of its own (par:4: groups of 2 to 4)"
     place = 31
     form = "par"
+
+
+@register
+class FusedLayers(Space):
+    """Layers whose attention and MLP read the same stream; none where all do as they are."""
+
+    name = "fuse"
+    summary = "layers whose attention and MLP run side by side (attention || MLP)"
+    place = 40
+    of_two_steps = True
+
+    def operation(self, layers: tuple[range, ...], option: str, size: int) -> AppliedOperation:  # noqa: ARG002
+        return AppliedOperation("fuse_attention_mlp", layers)

@@ -13,7 +13,6 @@ from surgeon.analysis.factors.allocation import (
     allocate,
     by_damage,
     corrected,
-    curves_of,
     effective_rank,
     energy_rank,
     foreseen_damage,
@@ -23,7 +22,7 @@ from surgeon.analysis.factors.allocation import (
     wire_values,
 )
 from surgeon.analysis.factors.matrices import Matrix
-from surgeon.analysis.spectrum_journal import SingularValues, Truncation
+from surgeon.analysis.spectrum import SingularValues, Truncation, curves_of
 
 SIZES = {"q": (12, 12), "k": (4, 12), "up": (16, 12), "down": (12, 16)}
 
