@@ -183,7 +183,7 @@ def export(
     """
     from torch import nn
 
-    from surgeon.analysis.factors.factor_plan import with_factors
+    from surgeon.analysis.factors.recipe_factors import with_factors
     from surgeon.commands.opening import as_list
     from surgeon.exports.export import DTYPES, plan_export, write_export
     from surgeon.exports.plan import check_exportable

@@ -337,7 +337,7 @@ def heal(
         NotProven: if what was written does not compute what was trained.
         OSError: if the output is in the way or cannot be written, or the disk is too full.
     """
-    from surgeon.analysis.factors.factor_plan import with_factors
+    from surgeon.analysis.factors.recipe_factors import with_factors
     from surgeon.exports.adapters import export_with_adapter
     from surgeon.exports.export import DTYPES
     from surgeon.exports.in_memory import check_form

@@ -1,0 +1,100 @@
+"""The weights that a recipe asks for: factors where it says how they are calibrated, and units that it chooses."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from surgeon.analysis.factors.factor_plan import WAYS, FactorPlan, plan_factors
+from surgeon.language.operations.applied import AppliedOperation
+from surgeon.language.operations.width import CRITERIA, chosen_by
+from surgeon.models.weights import FactorSource, UnitsByLayer
+from surgeon.opened import EditedModel
+from surgeon.provenance import provenance
+
+
+def with_factors(
+    edited: EditedModel, folder: Path, memory: int | None = None, kept: torch.dtype | None = None
+) -> EditedModel:
+    """An edited model with the factors that its recipe has calibrated on a text, made in a folder or found there.
+
+    And with the heads and neurons that the recipe chooses otherwise than by the weights. Its recipe names the text that
+    was used then. What there is to know of the factors is a warning. A model without a recipe, whose recipe has no such
+    factors or units, or that has factors already, comes back as it is.
+
+    Args:
+        memory: the most that making them may take, in bytes.
+        kept: what they will be stored in, where that is not the model's own dtype.
+
+    Raises:
+        FileNotFoundError: if the text is gone.
+        ValueError: if the text has changed or cannot be used, or as `make_factors`.
+        OSError: if the folder cannot be written to.
+    """
+    recipe = edited.recipe
+    model = edited.model
+    if recipe is None or edited.factors is not None:
+        return edited
+    plan = plan_factors(recipe, model)
+    if not plan.is_calibrated:
+        return with_units(edited, plan)
+    # What makes them takes a second to import, which most recipes have no use for.
+    from surgeon.analysis.factors.calibration import load_recorded, recorded
+    from surgeon.analysis.factors.make_factors import make_factors
+    from surgeon.analysis.importance import scored_units
+    from surgeon.analysis.subject import load_for_analysis
+
+    windows = load_recorded(model, plan.calibration)
+    loaded = load_for_analysis(model, memory)
+    notes = list(windows.notes)
+    used = recorded(windows, plan.calibration.get("after", 0))
+    scored = scored_units(loaded, plan.importance, windows, folder, model_hash=model.hash, memory=memory)
+    units = {**plan.units, **scored}
+    source: FactorSource = UnitsByLayer(units)
+    if plan.has_calibrated_factors:
+        ways = {way: True for way in WAYS if plan.calibration.get(way)}
+        record = provenance(recipe.model, model.hash, calibration_text={**used, **ways})
+        found = make_factors(
+            loaded,
+            plan,
+            windows,
+            folder,
+            model_hash=model.hash,
+            memory=memory,
+            record=record,
+            kept=kept or model.dtype,
+            units=units,
+        )
+        source = found.source
+        notes = [*notes, *found.notes]
+    for note in notes:
+        warnings.warn(note, stacklevel=2)
+    # The recipe names the text that was used; a file goes by its bare name, not by where it lies here.
+    data = Path(used["data"])
+    named = {**used, "data": data.name if data.is_absolute() else str(data)}
+    entries = (_calibrated(entry, named) for entry in recipe.operations)
+    published = replace(recipe, operations=tuple(entries))
+    identity = plan.to_json() | {"calibration": windows.digest}
+    return replace(edited, recipe=published, factors=source, factors_identity=identity)
+
+
+def _calibrated(entry: AppliedOperation, text: Mapping[str, Any]) -> AppliedOperation:
+    """An entry of a recipe with the text that was used, if it goes by one."""
+    parameters = entry.parameters
+    by = chosen_by(parameters) if entry.name == "width" else None
+    if parameters.get("method", "plain") == "plain" and by not in CRITERIA:
+        return entry
+    ways = {way: True for way in WAYS if parameters.get("calibration", {}).get(way)}
+    return replace(entry, parameters={**parameters, "calibration": {**text, **ways}})
+
+
+def with_units(edited: EditedModel, plan: FactorPlan) -> EditedModel:
+    """An edited model with the heads and neurons that its recipe chooses without a text."""
+    if plan.source is None:
+        return edited
+    return replace(edited, factors=plan.source, factors_identity=plan.to_json())
