@@ -1,6 +1,6 @@
-"""Which cheap measure predicts a scan's heatmaps: rank correlation of each with measured damage, by operation.
+"""Cheap predictors of a scan's heatmaps: rank correlation of each with measured damage, by operation.
 
-Every proxy is so made that more of it should mean more damage. A stretch of layers first..last gets
+Every proxy rises with the damage that it predicts. A stretch of layers first..last gets
 
     length            the number of its layers, which any other proxy has to beat
     block_influence, attention_size, mlp_size
@@ -37,12 +37,7 @@ Values = NDArray[np.float64]
 
 
 def read_scan(folder: Path, model_hash: str) -> Scan:
-    """Read what `surgeon scan` has found of a model.
-
-    Raises:
-        FileNotFoundError: if the folder holds none.
-        ValueError: if the scan is of another model, has no map over stretches, or a file of it is damaged.
-    """
+    """Read a scan of a model."""
     found = Scan.read(folder, model_hash)
     # Only cells of stretches can be told by what lies between layers.
     if all(HEATMAPS[str(name)].varied is not None for name in found.cells["operation"]):
@@ -51,18 +46,14 @@ def read_scan(folder: Path, model_hash: str) -> Scan:
 
 
 def damages(scan: Scan) -> pd.DataFrame:
-    """The cells of stretches that measure something of their own, with both damages.
-
-    Returns:
-        As `ScanTable` has them, with `log_perplexity_ratio`, the log of perplexity over that of the unedited model.
-    """
+    """Select the cells of stretches that measure something of their own, with `log_perplexity_ratio` beside."""
     cells = scan.touched.cells.reset_index(drop=True)
     with np.errstate(divide="ignore"):
         return cells.assign(log_perplexity_ratio=np.log(cells["ratio"].to_numpy(np.float64)))
 
 
 def readers(operation: str, first: int, last: int, num_layers: int) -> list[int]:
-    """The layers that an operation on first..last takes the contribution of the layer before them from, or delays it.
+    """The layers that no longer read, or read late, what the layer before them adds, after an operation on first..last.
 
     In parallel or merged these are all layers but the first; where layers are taken together in groups, all but the
     first of each whole group. Layers that are left out are lost to the next one after the stretch too. Where layers
@@ -81,10 +72,6 @@ def proxy_values(
     cells: pd.DataFrame, found: Similarity, pairs: pd.DataFrame | None = None
 ) -> dict[tuple[str, str], Values]:
     """Every proxy of every cell, by name and aggregate ("sum", "mean", "max", or "" where there is nothing to combine).
-
-    Args:
-        cells: with `operation`, `first`, `last`.
-        pairs: of neighbouring layers, as a `Sensitivity` has them.
 
     Returns:
         Arrays of (cells,); NaN where a stretch has no reader.
@@ -163,11 +150,7 @@ class Correlation:
 
 
 def rank_correlation(x: ArrayLike, y: ArrayLike, given: ArrayLike | None = None) -> Correlation:
-    """How far x and y order the same things alike; infinite values are the largest.
-
-    Args:
-        given: a third quantity, whose share in the correlation is taken out in `rho_given`.
-    """
+    """Correlate the ranks of x and y; infinite values are the largest."""
     columns = [np.asarray(values, dtype=np.float64) for values in ((x, y) if given is None else (x, y, given))]
     kept = ~np.isnan(columns).any(0)
     ranks = [stats.rankdata(column[kept]) for column in columns]

@@ -1,10 +1,10 @@
-"""Singular values of a model's matrices, and the damage that cutting each of them down to a lower rank does.
+"""Singular values of a model's matrices, and the damage of cutting each of them down to a lower rank.
 
-One walk through the model as it is, node by node. Before a node lie the streams of the text to calibrate on, which give
-the second moments of its matrices' inputs, and of the text to measure on, from which every truncation of one of its
-matrices goes on: layers before the changed one run once for all of them. The two texts are different ones, so that a
-truncation is not measured on what it was fitted to. Where a program of its own has forks (native tracks), a fork is one
-node, and all of it runs again for each truncation in it.
+One walk through the model, node by node. Before a node lie the streams of the text to calibrate on, which give the
+second moments of its matrices' inputs, and of the text to measure on, from which every truncation of one of its
+matrices goes on: layers before the changed one run once for all of them. The two texts differ, so that a truncation is
+not measured on the text it was fitted to. A fork of a program of its own (native tracks) is one node, all of which runs
+again for each truncation in it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any, Literal, get_args
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgeon.analysis.engine.walk import HEAD_NOT_FINITE
@@ -74,19 +73,12 @@ class Truncation:
 
 
 class SpectrumJournal(Journal):
-    """Everything that a spectrum has measured, kept in a folder as it is measured.
+    """A spectrum's measurements, kept in a folder as they are made.
 
     Attributes:
         base_nll: the unedited model's negative log-likelihood by window, once it is known.
         spectra: by matrix.
         damage: by truncation.
-
-    Args:
-        folder: made if it is not there; None to keep nothing.
-        identity: what the numbers depend on.
-
-    Raises:
-        ValueError, OSError: as `Journal`.
     """
 
     def __init__(self, folder: Path | None, identity: dict[str, Any] | None = None) -> None:
@@ -117,11 +109,7 @@ class SpectrumJournal(Journal):
 
 
 def read_findings(folder: Path) -> tuple[dict[str, Any], SpectrumJournal]:
-    """What a folder's numbers depend on, and what it holds.
-
-    Raises:
-        FileNotFoundError, ValueError: as `read_journal`.
-    """
+    """Read a folder's journal, with the identity of its numbers."""
     identity, lines = read_journal(folder / JOURNAL, "spectrum")
     found = SpectrumJournal(None)
     try:
@@ -138,7 +126,7 @@ DEFAULT_RANKS = parse_ranks("1/8,1/4,1/2,3/4")
 
 @dataclass(frozen=True)
 class SpectrumRequest:
-    """What one command asks for; made by `request`, which checks it.
+    """A command's request; made by `request`, which checks it.
 
     Attributes:
         ranks: to cut each matrix down to; none if no damage is measured.
@@ -163,11 +151,7 @@ def request(
     ranks: Sequence[TargetRank] = DEFAULT_RANKS,
     method: Method = "whitened",
 ) -> SpectrumRequest:
-    """What to do with a model of this configuration; by default all of it.
-
-    Raises:
-        ValueError: if layers are out of range, the architecture has no such weight, or there is no such method.
-    """
+    """Make a request to a model of this configuration; by default for all of it."""
     if method not in get_args(Method):
         raise ValueError(f"there is no method {method!r}; use whitened or plain")
     chosen = choose_weights(family_of(config), weights)
@@ -177,15 +161,15 @@ def request(
 def spectrum(subject: Subject, calibration: Windows, folder: Path, wanted: SpectrumRequest, after: int = 0) -> Spectrum:
     """Find singular values and damage, and write `spectrum.csv`, `singular_values.csv`, `damage.csv`, `spectrum.json`.
 
-    What the folder holds already is not computed again. The tables have what is asked for now, the journal also what
-    was asked for before.
+    Computed values of the folder are used again. The tables have what is asked for now, the journal also what was asked
+    for before.
 
     A model that runs a program of its own (native tracks, say) has the matrices of the layers that it is stored as, and
     is compared with itself.
 
     Args:
         subject: damage is measured on its text; its model is left as it is, also if this fails.
-        calibration: what inputs are taken from, for whitening.
+        calibration: text of the inputs, for whitening.
         after: how many tokens come before it in its data.
 
     Raises:
@@ -217,7 +201,7 @@ def spectrum(subject: Subject, calibration: Windows, folder: Path, wanted: Spect
 
 
 class _Work:
-    """The matrices asked for, and how each of them is decomposed and truncated."""
+    """The requested matrices, with their decompositions and truncations."""
 
     def __init__(self, model: PreTrainedModel, program: Program, wanted: SpectrumRequest) -> None:
         self.model = model
@@ -278,7 +262,7 @@ class _Work:
                     measured.step()
 
     def _amounts(self, nodes: list[list[Matrix]], journal: SpectrumJournal) -> tuple[int, str, int]:
-        """All work, its unit, and what is done of it: a decomposition counts as one node of the program."""
+        """All work, its unit, and the finished part: a decomposition counts as one node of the program."""
         total = done = 0
         for left, here in zip(range(len(nodes), 0, -1), nodes, strict=True):
             for matrix in here:
@@ -319,13 +303,7 @@ def _whitenings(run: ProgramRun, matrices: list[Matrix]) -> dict[Matrix, Whiteni
     first: dict[tuple[Sublayer, bool], Matrix] = {}
     sources = {matrix: first.setdefault(matrix.inputs, matrix) for matrix in matrices}
     moments: dict[Matrix, SecondMoment] = {}
-
-    def seen(matrix: Matrix, inputs: Tensor) -> None:
-        if matrix not in moments:
-            moments[matrix] = SecondMoment(inputs.shape[-1], inputs.device)
-        moments[matrix].add(inputs)
-
-    run.step([run.see(part, first.values(), seen) for part in run.parts])
+    run.sum_inputs(first.values(), moments, lambda _, inputs: SecondMoment(inputs.shape[-1], inputs.device))
     factors = {source: whiten(moment) for source, moment in moments.items()}
     return {matrix: factors[source] for matrix, source in sources.items()}
 
@@ -350,7 +328,7 @@ def _write(folder: Path, work: _Work, journal: SpectrumJournal, windows: Windows
 def curves_of(
     spectra: Mapping[Matrix, SingularValues], damage: Mapping[Truncation, ByWindow], method: str
 ) -> tuple[Curve, ...]:
-    """The curves of what a spectrum has found of these matrices, for truncations by one method."""
+    """The curves of a spectrum's matrices, for truncations by one method."""
     measured: dict[Matrix, dict[int, float]] = {}
     for truncation, quality in damage.items():
         if truncation.method == method:
@@ -388,7 +366,7 @@ def spectrum_table(spectra: Mapping[Matrix, SingularValues]) -> pd.DataFrame:
 
 
 def notes_on(table: pd.DataFrame) -> tuple[str, ...]:
-    """What a user should know about the calibration, one line each; `table` as `spectrum_table` makes it."""
+    """Notes on the calibration; `table` as `spectrum_table` makes it."""
     short = table[table["input_rank"] < table["in_features"]]
     if short.empty:
         return ()
@@ -415,11 +393,7 @@ def values_table(spectra: Mapping[Matrix, SingularValues]) -> pd.DataFrame:
 def damage_table(
     damage: Mapping[Truncation, ByWindow], spectra: Mapping[Matrix, SingularValues], predicted: int
 ) -> pd.DataFrame:
-    """One row per truncation, with the columns of `damage.csv`; NaN where there is no interval.
-
-    Args:
-        predicted: how many tokens of the text are predicted in all.
-    """
+    """One row per truncation, with the columns of `damage.csv`; NaN where there is no interval."""
     rows = []
     for truncation, quality in damage.items():
         matrix = truncation.matrix

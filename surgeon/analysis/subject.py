@@ -1,4 +1,4 @@
-"""What an analysis works on: a model, and the text it is measured on."""
+"""The subject of an analysis: a model, and the text it is measured on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Subject:
     Attributes:
         opened: the model as the user named it.
         model: the same, loaded.
-        memory: the limit it was opened under, in bytes, which what measures it has to keep.
+        memory: the limit in bytes on the memory of the process.
     """
 
     opened: Model
@@ -37,7 +37,7 @@ class Subject:
     memory: int | None = None
 
     def provenance(self, **more: Any) -> dict[str, Any]:
-        """The record that goes beside every table made of this subject."""
+        """Record the subject, for every table made of it."""
         text = self.windows
         return provenance(
             self.opened.name,
@@ -63,13 +63,13 @@ def open_subject(
     memory: int | str | None = None,
     elsewhere: bool = False,
 ) -> Subject:
-    """Load a model and the text to measure it on, and warn of what there is to know of the text.
+    """Load a model and the text to measure it on, with warnings about the text.
 
     Args:
         model, data, tokens, window, separator: as `open_model` and `load_windows` take them; without data, the text of
             `default_data`.
         memory: a limit on the memory of the whole process, in bytes or as one writes it ("2GB").
-        elsewhere: other processes will run the model; here it only has to be known what it consists of.
+        elsewhere: other processes will run the model; here only its structure is needed.
 
     Raises:
         FileNotFoundError: if the model, a file of it, or the data is missing.
@@ -89,13 +89,12 @@ def open_subject(
 
 
 def load_for_analysis(model: Model, memory: int | None = None, device: str | None = None) -> PreTrainedModel:
-    """A model to measure: whole where it fits, else with weights that are read layer by layer.
+    """Load a model to measure: whole where it fits, else with weights that are read layer by layer.
 
     Args:
         memory: a limit in bytes on the memory of the process, where the model is on the CPU; by default most of what
             the machine has left.
-        device: "cpu" or "cuda:1" for example; by default the first GPU that has room for it, or the first one, if there
-            is any.
+        device: "cpu" or "cuda:1" for example; by default the first GPU that has room for it, or the first one.
     """
     if device is None and torch.cuda.is_available():
         device = str(gpu_with_room(model.bytes_on("cuda") + _LEAST_ROOM) or "cuda:0")

@@ -38,13 +38,13 @@ from surgeon.searches.results import (
 )
 from surgeon.searches.winners import (
     RUNNERS_UP,
+    Finalist,
     HealedFinalists,
     HeldOutComparison,
     against_most_salient,
     choose,
     compare,
     compared_by,
-    remeasure,
 )
 from surgeon.training.distill.distiller import Distillation
 from surgeon.training.held_out import HeldOutQuality
@@ -79,8 +79,7 @@ def end_search(
         tables["front"] = write_front(output, question.front(trials), question, opened.reference, opened.hash)
         SearchResult.TABLES["front"].write(output, tables["front"])
     ranked, why = choose(question, trials, curves)
-    workload = settings.workload(opened.positions)
-    first, *others = fast_enough_here(question, ranked, opened.folder, settings.ranks, workload)
+    first, *others = fast_enough_here(question, ranked, opened.folder)
     winner = Winner(first, why)
     chosen = first.proposal.choice
     salient = question.mixture.program(question.mixture.with_most_salient(chosen))
@@ -99,7 +98,8 @@ def end_search(
             on_unseen, why_own = by_verified_keys(evaluator, on_unseen)
         measured = {program: question.valued(program, found) for program, found in on_unseen.items()}
         by = compared_by(question.objectives)
-        compared = remeasure(first, runners_up, opened.program, lambda _: measured, by)
+        known = [Finalist(trial, measured[trial.program]) for trial in (first, *runners_up)]
+        compared = compare(known[0], known[1:], measured[opened.program], by)
         winner = Winner(compared.chosen.trial, why, compared, unseen.record())
         if heal is not None:
 

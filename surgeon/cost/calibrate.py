@@ -345,9 +345,6 @@ def calibrate(
         model: a checkpoint folder, a hub name, or a model that is open.
         counts: numbers of ranks, as `check_ranks` wants them.
         device: "cpu", "cuda", or "auto".
-
-    Raises:
-        FileNotFoundError, ValueError: if the model cannot be run by these ranks here, or takes short texts only.
     """
     check_ranks(counts)
     chosen = choose_device(device, max(counts))
@@ -362,11 +359,7 @@ def calibrate(
 
 
 def check_ranks(ranks: Sequence[int]) -> None:
-    """Refuse numbers of ranks that cannot be measured.
-
-    Raises:
-        ValueError: if one rank alone is not among them, or one is named twice.
-    """
+    """Refuse numbers of ranks that cannot be measured."""
     if 1 not in ranks or len(set(ranks)) < len(ranks):
         raise ValueError(f"ranks {','.join(map(str, ranks))}: name each number once, and 1 among them, as in 1,2,4")
 

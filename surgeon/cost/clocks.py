@@ -46,8 +46,7 @@ class Transfer:
         shared: seconds from when all ranks have begun until all can have the result; the next one of this kind waits.
         line: seconds that it keeps the rank's own line busy, from when this rank has begun.
         delay: seconds that it ends behind that.
-        writing, starting, reading: seconds in which this rank cannot compute: before it begins, after it has begun, and
-            when it lands.
+        writing, reading: seconds in which this rank cannot compute: before it begins, and when it lands.
         host: seconds that the host takes to start it.
         before, after: the rank's bursts before it begins and when it lands.
         contention: the part of a rank's speed that it takes meanwhile.
@@ -58,7 +57,6 @@ class Transfer:
     line: float = 0.0
     delay: float = 0.0
     writing: float = 0.0
-    starting: float = 0.0
     reading: float = 0.0
     host: float = 0.0
     before: Burst | None = None
@@ -182,7 +180,6 @@ def exchange(clocks: Sequence[RankClock], transfers: Sequence[Transfer]) -> list
             clock.channel = max(arrival)
         if transfer.contention:
             clock.busy = max(arrival), transfer.contention
-        clock.wait(clock.now + transfer.starting)
         clock.communication += transfer.seconds
         arrivals.append(arrival)
     return arrivals

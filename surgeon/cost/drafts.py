@@ -73,10 +73,6 @@ def predict_drafting(
 
     Args:
         programs: the one that verifies, and the one that drafts.
-
-    Raises:
-        ValueError: as `predict`; and if there is no token to draft, an acceptance is no chance, the draft cannot run
-            beside its model, or there is no room for both.
     """
     read_chances(acceptances)
     drafting = DraftPrices(shapes, programs[0], hardware, workload, deployment)
@@ -92,9 +88,6 @@ class DraftPrices:
 
     Attributes:
         program: the one that verifies.
-
-    Raises:
-        ValueError: as `predict`, or if there is no token to draft.
     """
 
     shapes: ModelShapes
@@ -117,11 +110,7 @@ class DraftPrices:
         return draft_on_paper(self.model.plan, self.shapes, draft)
 
     def beside(self, draft: Program) -> DraftPlan:
-        """Plan any draft beside the model.
-
-        Raises:
-            ValueError: as `draft_beside`, or if there is no room for both.
-        """
+        """Plan any draft beside the model."""
         found = _beside(self.model.plan, self.shapes, draft)
         load = self.workload
         needed = room(self.shapes, replace(self.model.plan, draft=found), self.hardware, load.batch, load.prompt)
@@ -172,11 +161,7 @@ class DraftPrices:
 
 
 def draft_on_paper(plan: Plan, shapes: ModelShapes, draft: Program) -> Plan:
-    """Plan a draft beside a model that costs passes only.
-
-    Raises:
-        ValueError: as `draft_beside`, or if it keeps keys of its own.
-    """
+    """Plan a draft beside a model that costs passes only."""
     return require_shared(_beside(plan, shapes, draft), "for those it computes prompts, too, which has no price here")
 
 
@@ -189,11 +174,7 @@ def _beside(plan: Plan, shapes: ModelShapes, draft: Program) -> DraftPlan:
 
 
 def read_chances(acceptances: Sequence[str | float]) -> list[float]:
-    """Read acceptances as chances.
-
-    Raises:
-        ValueError: if one is none.
-    """
+    """Read acceptances as chances."""
     chances = []
     for acceptance in acceptances:
         try:
@@ -212,9 +193,6 @@ def draft_cells(
 
     Args:
         plain, alone: the model's cell and the draft's, of the same ranks and load.
-
-    Raises:
-        ValueError: if one of both is refused, or as `predict_drafting`.
     """
     for one in (plain, alone):
         if one.refused:

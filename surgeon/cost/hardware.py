@@ -103,12 +103,8 @@ def _table(number: Any) -> GetPydanticSchema:
     def read(table: dict[float, float]) -> Figure:
         return Figure(tuple(table.items()))
 
-    def one_or_more(value: Any) -> Any:
-        if isinstance(value, dict):
-            return value
-        return {1.0: value}
-
-    kind = Annotated[dict[Positive, number], BeforeValidator(one_or_more)]
+    several = BeforeValidator(lambda value: value if isinstance(value, dict) else {1.0: value})
+    kind = Annotated[dict[Positive, number], several]
     return GetPydanticSchema(lambda _, schema_of: no_info_after_validator_function(read, schema_of(kind)))
 
 
@@ -164,11 +160,7 @@ class Device(_Entries):
     shares: Shares
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s in a dtype.
-
-        Raises:
-            ValueError: if the hardware's file does not say.
-        """
+        """FLOP/s in a dtype."""
         if dtype not in self.flops:
             raise ValueError(f"the hardware has no figure of FLOP/s in {dtype}; {did_you_mean(dtype, self.flops)}")
         return self.flops[dtype]
@@ -310,11 +302,7 @@ class Hardware(_Entries):
         return "float32"
 
     def link(self, name: str | None = None, between_nodes: bool = False) -> Interconnect:
-        """The link within a node, or the network between nodes, of this name, or the first one.
-
-        Raises:
-            ValueError: if there is none.
-        """
+        """The link within a node, or the network between nodes, of this name, or the first one."""
         links = self.networks if between_nodes else self.links
         nothing = f"{self.name} has no {'network between nodes' if between_nodes else 'link'}"
         if not links:

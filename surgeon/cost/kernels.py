@@ -60,9 +60,9 @@ class Numbers:
         moved = outputs * inputs + rows * (inputs + outputs)
         return Kernel(name, "product", 2.0 * rows * outputs * inputs, float(self.size * moved), rows)
 
-    def copy(self, name: str, numbers: float, launches: int = 1) -> Kernel:
+    def copy(self, name: str, numbers: float) -> Kernel:
         """A kernel that reads and writes so many numbers, together."""
-        return Kernel(name, "copy", 0.0, self.size * numbers, launches=launches)
+        return Kernel(name, "copy", 0.0, self.size * numbers)
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,7 @@ class RankSpeed:
 
     @classmethod
     def of(cls, hardware: Hardware, dtype: str, ranks: int) -> RankSpeed:
-        """Share a node among so many ranks.
-
-        Raises:
-            ValueError: if the hardware says nothing of the dtype, or a device is none to be shared.
-        """
+        """Share a node among so many ranks."""
         if ranks > hardware.devices and not hardware.sharing:
             raise ValueError(f"{hardware.name} has {hardware.devices} devices in a node, not {ranks}")
         own = hardware.rank(-(-ranks // hardware.devices))

@@ -1,4 +1,4 @@
-"""What a search is asked, of which spaces, limits and objectives; and the goals that follow."""
+"""A search's question on a model: goals, and how near its edits come to a budget."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_matrix
 
 from surgeon.cost.hardware import Hardware
-from surgeon.findings.edit import Choice, Edit, as_choice
+from surgeon.findings.edit import Choice, as_choice
 from surgeon.language.program import Program
 from surgeon.quality.summary import Quality
 from surgeon.searches.drafting import DraftValue
-from surgeon.searches.front import FrontPoint, pareto_front
+from surgeon.searches.front import pareto_front
 from surgeon.searches.mixture import Mixture, Trial
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.proposer import ANY, Goal, Prices, at_the_edge, evenly, near_the_best
@@ -32,12 +31,12 @@ _BETWEEN_EQUALS = 1e-6  # weight of what decides between programs that cost the 
 
 @dataclass(frozen=True)
 class PricedQuestion:
-    """A search's question, and what follows from it: goals, what trials cost, and which of them win.
+    """A question with what follows from it on a model: goals, costs of trials, and their order.
 
     Attributes:
         pricing: of `settings.aspects`.
         original: the unedited model's quality on the text.
-        whole: the question of all spaces, of whose levels this one's are those that its own edits come to.
+        whole: the question of all spaces, if this is one of some; its levels are those of the whole that it reaches.
     """
 
     settings: Question
@@ -51,29 +50,29 @@ class PricedQuestion:
 
     @cached_property
     def drafting(self) -> DraftValue | None:
-        """What programs are worth as drafts, where that is asked for."""
         if self.settings.draft is None:
             return None
         return DraftValue(self.pricing, self.settings.draft, self.settings.acceptance)
 
     @cached_property
     def levels(self) -> dict[Aspect, tuple[float, ...]]:
-        """Those of each cost that is looked along."""
+        """Levels of each cost in `along`."""
+        found = {}
         if self.whole is None:
-            every = {
-                cost: levels_of(cost, self.settings.limits, self.pricing, self.mixture) for cost in self.settings.along
-            }
-            return {cost: levels for cost, levels in every.items() if levels}
-        least = {cost: least_cost(cost, self.pricing, self.mixture) for cost in self.along}
-        return {
-            cost: tuple(level for level in levels if level >= least[cost] - NEAR * abs(least[cost]))
-            for cost, levels in self.whole.levels.items()
-        }
+            for cost in self.settings.along:
+                levels = levels_of(cost, self.settings.limits, self.pricing, self.mixture)
+                if levels:
+                    found[cost] = levels
+            return found
+        for cost, levels in self.whole.levels.items():
+            least = least_cost(cost, self.pricing, self.mixture)
+            found[cost] = tuple(level for level in levels if level >= least - NEAR * abs(least))
+        return found
 
     @property
     def along(self) -> tuple[Aspect, ...]:
-        """The costs that are looked along: of `Question.along`, those that edits lessen."""
-        return tuple(self.levels if self.whole is None else self.whole.levels)
+        """The costs whose levels are searched: those of `Question.along` that edits lessen."""
+        return tuple((self.whole or self).levels)
 
     @property
     def is_for_the_cheapest(self) -> bool:
@@ -88,7 +87,7 @@ class PricedQuestion:
         return self.settings.objectives
 
     def valued(self, program: Program, measured: Quality) -> Quality:
-        """A program as it was measured, with what it is worth as a draft where that is asked for."""
+        """Add a program's value as a draft to its quality, where that is asked for."""
         if self.drafting is None:
             return measured
         return self.drafting.valued(program, measured)
@@ -99,26 +98,21 @@ class PricedQuestion:
 
     @property
     def traded(self) -> tuple[Aspect, ...]:
-        """What a front is of: the objectives, and the costs that are looked along, but for one that drafts settle."""
+        """The axes of the front: objectives, and costs in `along` unless drafts settle them."""
         if self.settings.draft is not None:
             return self.objectives
         return tuple(dict.fromkeys([*self.objectives, *self.along]))
 
-    def front(self, trials: Sequence[Trial]) -> list[FrontPoint]:
-        """The trials that no other is better than in all objectives; by the first one, least first.
-
-        Where costs are looked along that are no objectives: in the objectives and one of these, for each of them.
-        """
-        pricing = self.pricing
+    def front(self, trials: Sequence[Trial]) -> list[Trial]:
+        """Non-dominated trials in the objectives, and in those with each cost of `along` beside; sorted by costs."""
         others = [cost for cost in self.along if cost not in self.objectives]
         trades = [(*self.objectives, cost) for cost in others] or [self.objectives]
-        best = {point.trial.number: point.trial for one in trades for point in pareto_front(trials, one, pricing)}
-        points = [FrontPoint(trial, pricing.costs(self.traded, trial)) for trial in best.values()]
-        return sorted(points, key=lambda point: point.costs)
+        best = {trial.number: trial for one in trades for trial in pareto_front(trials, one, self.pricing)}
+        return sorted(best.values(), key=lambda trial: self.pricing.costs(self.traded, trial))
 
     @cached_property
     def goals(self) -> tuple[Goal, ...]:
-        """One for the budget, or one for each level of each cost that is looked along, the dearest first."""
+        """One for the budget, or one for each level of each cost in `along`, the dearest first."""
         most = tuple(limit.most(self.pricing.dense[limit.aspect]) for limit in self._kept)
         if not self.along:
             return (Goal(most),)
@@ -129,7 +123,7 @@ class PricedQuestion:
         )
 
     def level(self, program: Program) -> float | None:
-        """Of the first cost that is looked along and that a program lessens, the last level that it comes down to."""
+        """Find the lowest level that a program meets, of the first cost of `along` that it lessens."""
         for cost, levels in self.levels.items():
             price = self.pricing.price(cost, program)
             met = [level for level in levels if price <= level * (1 + 1e-9)]
@@ -139,7 +133,7 @@ class PricedQuestion:
 
     @property
     def prices(self) -> Prices:
-        """What programs cost, in the order of the goals' limits."""
+        """Costs of programs, in the order of the goals' limits."""
         aspects = [*(limit.aspect for limit in self._kept), *self.along]
         return lambda program: tuple(self.pricing.price(aspect, program) for aspect in aspects)
 
@@ -149,9 +143,9 @@ class PricedQuestion:
         return [limit for limit in self.settings.limits if limit.aspect.is_priced and limit.aspect not in between]
 
     def shared_out(self, goals: Sequence[Goal], trials: Sequence[Trial], total: int) -> list[int]:
-        """How many of a round's trials each goal gets: evenly along a cost, or where quality ends if it is limited.
+        """Share out a round's trials among goals: evenly along a cost, or near where a limited quality ends.
 
-        Where the cost is limited, too, half of them are of programs at its limit. Of drafts, where the best ones are.
+        Where the cost is limited, too, half go to programs at its limit. Drafts are tried where the best ones are.
         """
         if self.settings.draft is not None:
             best: dict[float | None, float] = {}
@@ -172,10 +166,9 @@ class PricedQuestion:
         return counts
 
     def cost(self, trial: Trial) -> float:
-        """What a single winner is chosen by, less is better; infinite for a trial that breaks the budget.
+        """The cost that a single winner is chosen by; infinite for a trial that breaks the budget.
 
-        By the first objective; where only quality is limited, by the cost that is looked along. Of equally dear ones
-        by their divergence.
+        The first objective; where only quality is limited, the first cost of `along`, with ties broken by divergence.
         """
         if not trial.measured.whole or not self.is_met(trial):
             return math.inf
@@ -199,7 +192,7 @@ class PricedQuestion:
         return not any(short) and not any(self.lacks_of_quality(trial.measured))
 
     def best_in_words(self, trials: Collection[Trial]) -> str:
-        """The best trial in a few words, or where there is no single one, how many are on the front."""
+        """Describe the best trial in a few words, or the size of the front."""
         if not self.has_one_best:
             return f"{len(self.front([*trials]))} on the front"
         best = min(trials, key=lambda trial: (self.cost(trial), trial.number), default=None)
@@ -213,19 +206,17 @@ class PricedQuestion:
 
 
 def priced(question: Question, mixture: Mixture, here: Hardware | None = None) -> Pricing:
-    """What programs cost, for limits that can be met, with warnings of what to know of them.
+    """Open the pricing of a question whose limits can be met, with warnings about them.
 
     Args:
         here: this machine, if a cost is a time on it.
 
     Raises:
         FileNotFoundError, ValueError: if there is no such hardware, the link's delay is no time, the model is
-            within the budget already, the spaces do not bring it there, or lessen nothing of what is looked along.
+            within the budget already, or the spaces do not bring it there, or lessen no cost of `along`.
     """
     pricing = question.pricing(mixture.model, here)
-    for note in pricing.notes:
-        warnings.warn(note, stacklevel=2)
-    for note in require_work(question.limits, pricing):
+    for note in (*pricing.notes, *require_work(question.limits, pricing)):
         warnings.warn(note, stacklevel=2)
     require_reachable(question.limits, pricing, mixture)
     if question.along and not any(levels_of(cost, question.limits, pricing, mixture) for cost in question.along):
@@ -241,31 +232,11 @@ _SECONDS = 20.0  # that an integer program may take; what it has found by then i
 _FEW = 1e-6  # what an edit costs in an integer program, so that none is chosen for nothing
 
 
-@dataclass(frozen=True)
-class Nearest:
-    """The nearest that edits were found to bring a model to a budget.
-
-    Attributes:
-        shortfalls: as `Pricing.shortfalls`; all 0 where the budget is met.
-    """
-
-    choice: Choice
-    program: Program
-    shortfalls: tuple[float, ...]
-
-    @property
-    def met(self) -> bool:
-        return not any(self.shortfalls)
-
-
 def require_work(limits: Sequence[Limit], pricing: Pricing) -> list[str]:
     """Refuse limits that ask for nothing.
 
     Returns:
-        What to know of those that only keep programs from getting worse, one line each.
-
-    Raises:
-        ValueError: if the unedited model is within all limits on programs, or has nothing of what is limited.
+        Notes on limits that only keep programs from getting worse.
     """
     priced = [limit for limit in limits if limit.aspect.is_priced]
     said = []
@@ -294,47 +265,59 @@ def require_work(limits: Sequence[Limit], pricing: Pricing) -> list[str]:
     return notes
 
 
-def reach(limits: Sequence[Limit], pricing: Pricing, mixture: Mixture) -> Nearest:
-    """The nearest to limits on programs, of which the sum of shortfalls is least."""
+def reach(limits: Sequence[Limit], pricing: Pricing, mixture: Mixture) -> Choice:
+    """Find the choice that comes nearest to limits on programs, by the sum of shortfalls.
+
+    From that of an integer program, in which what edits save adds up, the best single edit more or less is taken as
+    long as it helps.
+    """
     priced = [limit for limit in limits if limit.aspect.is_priced]
     if not priced:
-        return Nearest((), mixture.model.program, ())
-    choice = _by_integers(priced, pricing, mixture)
-    if not mixture.allows(choice):  # edits that do not go together after all are left out
+        return ()
+    found = _by_integers(priced, pricing, mixture)
+    if not mixture.allows(found):  # edits that do not go together after all are left out
         together: Choice = ()
-        for edit in choice:
+        for edit in found:
             if mixture.allows((*together, edit)):
                 together = as_choice((*together, edit))
-        choice = together
-    found = _reached(priced, pricing, mixture, choice)
-    while not found.met:
-        better = _better(priced, pricing, mixture, found)
+        found = together
+    least = sum(pricing.shortfalls(priced, mixture.program(found)))
+    while least:
+        changed = [tuple(edit for edit in found if edit != out) for out in found]
+        changed += [as_choice((*found, edit)) for edit in mixture.edits if mixture.is_free(found, edit)]
+        better = None
+        least *= 1 - 1e-9
+        for choice in changed:
+            if mixture.allows(choice):
+                short = sum(pricing.shortfalls(priced, mixture.program(choice)))
+                if short < least and not math.isinf(short):
+                    better = choice
+                    least = short
         if better is None:
             break
         found = better
     return found
 
 
-def require_reachable(limits: Sequence[Limit], pricing: Pricing, mixture: Mixture) -> Nearest:
-    """The same, for a budget that has to be met.
-
-    Raises:
-        ValueError: if no programs within it were found; it says the nearest that were.
-    """
-    found = reach(limits, pricing, mixture)
-    if found.met:
-        return found
+def require_reachable(limits: Sequence[Limit], pricing: Pricing, mixture: Mixture) -> Choice:
+    """Find a choice within limits on programs."""
+    choice = reach(limits, pricing, mixture)
+    program = mixture.program(choice)
+    shortfalls = pricing.shortfalls(limits, program)
+    if not any(shortfalls):
+        return choice
     priced = [limit for limit in limits if limit.aspect.is_priced]
-    spaces = ", ".join(space.name for space in mixture.spaces)
     hopeless = []
-    for limit, short in zip(priced, found.shortfalls, strict=True):
+    for limit, short in zip(priced, shortfalls, strict=True):
         if short:
-            alone = reach([limit], pricing, mixture)
-            if not alone.met:
-                hopeless.append(_out_of_reach(pricing, limit, alone, mixture, spaces))
+            nearest = reach([limit], pricing, mixture)
+            after = mixture.program(nearest)
+            if any(pricing.shortfalls([limit], after)):
+                last = sum(mixture.attentions_lost[edit] for edit in nearest) == mixture.most_lost > 0
+                hopeless.append(_out_of_reach(limit, pricing, mixture, after, last))
     if hopeless:
         raise ValueError(f"budget {'; '.join(hopeless)}")
-    had = ", ".join(limit.aspect.show(pricing.price(limit.aspect, found.program)) for limit in priced)
+    had = ", ".join(limit.aspect.show(pricing.price(limit.aspect, program)) for limit in priced)
     raise ValueError(
         f"budget {_words(limits)}: each of its limits can be met, but not all at once was found how; the nearest has "
         f"{had}"
@@ -345,16 +328,16 @@ def _words(limits: Sequence[Limit]) -> str:
     return ",".join(map(str, limits))
 
 
-def _out_of_reach(pricing: Pricing, limit: Limit, nearest: Nearest, mixture: Mixture, spaces: str) -> str:
+def _out_of_reach(limit: Limit, pricing: Pricing, mixture: Mixture, nearest: Program, last: bool) -> str:
+    spaces = ", ".join(space.name for space in mixture.spaces)
     before = limit.aspect.show(pricing.dense[limit.aspect])
-    after = limit.aspect.show(pricing.price(limit.aspect, nearest.program))
+    after = limit.aspect.show(pricing.price(limit.aspect, nearest))
+    upward = limit.aspect.quantity.upward
     if before == after:
-        moves = "raises" if limit.aspect.quantity.upward else "lowers"
-        return f"{limit} is out of reach: no edit of {spaces} {moves} the model's {before}"
+        return f"{limit} is out of reach: no edit of {spaces} {'raises' if upward else 'lowers'} the model's {before}"
     verb = "bring" if "," in spaces else "brings"
-    end = "most" if limit.aspect.quantity.upward else "least"
-    last = sum(mixture.attentions_lost[edit] for edit in nearest.choice) == mixture.most_lost > 0
     why = ", as a program has to keep one attention" if last else ""
+    end = "most" if upward else "least"
     return f"{limit} is out of reach: {spaces} {verb} the model from {before} to {after} at the {end}{why}"
 
 
@@ -365,71 +348,38 @@ def _by_integers(limits: Sequence[Limit], pricing: Pricing, mixture: Mixture) ->
     scale = np.where(dense > most, dense - most, np.abs(most))
     edits = []
     saved = []
-    for edit in mixture.edits:
-        program = mixture.program((edit,))
+    for edit, program in zip(mixture.edits, mixture.single_edits, strict=True):
         costs = np.array([pricing.price(limit.aspect, program) for limit in limits])
         if np.isfinite(costs).all() and (costs < dense).any():
             edits.append(edit)
             saved.append((dense - costs) / scale)
     if not edits:
         return ()
-    chosen = _solve(mixture, edits, np.array(saved), (dense - most) / scale)
-    return as_choice(edit for edit, taken in zip(edits, chosen, strict=True) if taken)
-
-
-def _solve(
-    mixture: Mixture, edits: Sequence[Edit], saved: NDArray[np.float64], needed: NDArray[np.float64]
-) -> NDArray[np.bool_]:
-    """Which edits to take.
-
-    Args:
-        saved: (edits, limits), in the same parts as `needed`, (limits,).
-    """
-    count, limits = saved.shape
+    count = len(edits)
     rows: dict[object, list[int]] = {}
     for number, edit in enumerate(edits):
         for claim in mixture.claims(edit):
             rows.setdefault(claim, []).append(number)
-    claims = lil_matrix((len(rows), count + limits))
+    claims = lil_matrix((len(rows), count + len(limits)))
     for row, numbers in enumerate(rows.values()):
         claims[row, numbers] = 1.0
     lost = [mixture.attentions_lost[edit] for edit in edits]
-    enough = np.hstack([saved.T, np.eye(limits)])
+    none = np.zeros(len(limits))
+    enough = np.hstack([np.array(saved).T, np.eye(len(limits))])
     found = milp(
-        np.concatenate([np.full(count, _FEW), np.ones(limits)]),
-        integrality=np.concatenate([np.ones(count), np.zeros(limits)]),
-        bounds=Bounds(0.0, np.concatenate([np.ones(count), np.full(limits, np.inf)])),
+        np.concatenate([np.full(count, _FEW), none + 1]),
+        integrality=np.concatenate([np.ones(count), none]),
+        bounds=Bounds(0.0, np.concatenate([np.ones(count), none + np.inf])),
         constraints=[
             LinearConstraint(claims.tocsr(), ub=1.0),
-            LinearConstraint(enough, lb=needed),
-            LinearConstraint(np.concatenate([lost, np.zeros(limits)])[None], ub=mixture.most_lost),
+            LinearConstraint(enough, lb=(dense - most) / scale),
+            LinearConstraint(np.concatenate([lost, none])[None], ub=mixture.most_lost),
         ],
         options={"time_limit": _SECONDS},
     )
-    taken: NDArray[np.bool_] = found.x[:count] > 0.5 if found.x is not None else np.zeros(count, dtype=bool)
-    return taken
-
-
-def _reached(limits: Sequence[Limit], pricing: Pricing, mixture: Mixture, choice: Choice) -> Nearest:
-    program = mixture.program(choice)
-    return Nearest(choice, program, pricing.shortfalls(limits, program))
-
-
-def _better(limits: Sequence[Limit], pricing: Pricing, mixture: Mixture, found: Nearest) -> Nearest | None:
-    """The best that one more edit, or one less, makes of a choice; None if it is no better."""
-    changed = [tuple(edit for edit in found.choice if edit != out) for out in found.choice]
-    changed += [as_choice((*found.choice, edit)) for edit in mixture.edits if mixture.is_free(found.choice, edit)]
-    best = None
-    least = sum(found.shortfalls) * (1 - 1e-9)
-    for choice in changed:
-        try:
-            other = _reached(limits, pricing, mixture, choice)
-        except ValueError:
-            continue
-        if sum(other.shortfalls) < least and not math.isinf(sum(other.shortfalls)):
-            best = other
-            least = sum(other.shortfalls)
-    return best
+    if found.x is None:
+        return ()
+    return as_choice(edit for edit, amount in zip(edits, found.x, strict=False) if amount > 0.5)
 
 
 LEVELS = 10  # of a cost that is no depth, between the unedited model's and the least that can be reached
@@ -438,10 +388,9 @@ _TO_LIMIT = 4  # of them, where the cost is limited: as far as the limit
 
 
 def levels_of(cost: Aspect, limits: Sequence[Limit], pricing: Pricing, mixture: Mixture) -> tuple[float, ...]:
-    """Of a cost, between the unedited model's and the least that edits were found to bring it to, the dearest first.
+    """Levels of a cost between the unedited model's and the least that edits reach, the dearest first.
 
-    Its limit, if it has one, is one of them. There are none where the edits do not lessen it: late steps keep the
-    depth, say.
+    A limit of the cost is one of them. There are none where edits do not lessen it, as late steps keep the depth.
     """
     dense = pricing.dense[cost]
     least = least_cost(cost, pricing, mixture)
@@ -463,6 +412,6 @@ def levels_of(cost: Aspect, limits: Sequence[Limit], pricing: Pricing, mixture: 
 
 
 def least_cost(cost: Aspect, pricing: Pricing, mixture: Mixture) -> float:
-    """Find the least that edits bring a cost to."""
+    """Find the lowest cost that edits reach."""
     nothing = Limit(cost, 0.0, relative=False, text=f"{cost}=0")
-    return pricing.price(cost, reach([nothing], pricing, mixture).program)
+    return pricing.price(cost, mixture.program(reach([nothing], pricing, mixture)))

@@ -1,4 +1,4 @@
-"""What a search is asked for, in a user's words."""
+"""A search's question, in a user's words."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from surgeon.opened import Model
 from surgeon.quality.data import DEFAULT_TOKENS
 from surgeon.quality.head import GREEDY, SAMPLED
 from surgeon.runtime.comm.link import parse_link
-from surgeon.searches.drafting import DraftObstacles
+from surgeon.searches.drafting import draft_obstacle
 from surgeon.searches.mixture import Mixture
 from surgeon.searches.pricing import Pricing, open_pricing
 from surgeon.searches.quantities import (
     ACCURACY,
     DEPTH,
+    DIVERGENCE,
     DRAFT,
     DRAFT_PASS,
     HERE,
@@ -38,22 +39,19 @@ _LITTLE = 0.01  # in parts of a cost: a space that saves less is not searched un
 
 @dataclass(frozen=True)
 class Question:
-    """What is searched for, in a user's words; a study of one setting is not gone on with under another.
+    """A user's question to a search; a study of one is not gone on with under another.
 
     Attributes:
         space: what may change, as `parse_spaces` takes it; None: all that lessens what is asked for (`on`).
         budget: limits, as `parse_limits` takes them; None: how deep is the model really, and how large?
-        objective: what is to be small, as `parse_objectives` takes it; of several, the best of every trade-off. With
-            costs alone, and no limit of quality, it is their trade-off with divergence. A draft is looked for alone.
+        objective: as `parse_objectives` takes it; several give a front. Costs alone, without a limit of quality, are
+            traded for divergence. A draft is looked for alone.
         ranks: tensor-parallel ranks, for tracks and whatever depends on them.
-        batch: for times, texts computed together.
-        prompt, new: for times, tokens of each prompt, and added to it; by default 1024 and 512, or a half and a quarter
-            of the model's positions.
+        batch, prompt, new: for times, texts computed together, and tokens of each prompt and added to it.
         link_delay: for times, how long a collective takes at least, such as 1ms.
         sampled_acceptance: measure that of every program, too; a draft is looked for by it.
         data, tokens, window, separator: the text, as `open_subject` takes it.
         using: folders of passes.
-        output and all others: how a search runs that asks this, as `surgeon.search` has them.
 
     Raises:
         ValueError: if budget or objectives cannot be read, or do not go together.
@@ -100,26 +98,25 @@ class Question:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """As JSON values all that tells studies apart beside model, text, passes and sampler."""
+        """Values that tell studies apart beside model, text, passes and sampler."""
         return {name: getattr(self, name) for name in _IDENTITY if getattr(self, name) is not False}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Question:
-        """The inverse of `asdict`, as workers get it."""
+        """Invert `asdict`."""
         return cls(**{**values, "using": tuple(values["using"])})
 
     def on(self, model: Model) -> Question:
-        """These settings with their spaces named: of the usual ones, those that the model can have edits of."""
+        """Name the spaces: of the usual ones, those with edits of this model that save something."""
         if self.space is not None:
             return self
         usual = usual_spaces({DEEPER if aspect.deep else aspect.name for aspect in self.aspects})
-        obstacle = self._obstacle(model)
-        spaces = {name: Mixture(parse_spaces(name, self.ranks), model, self.ranks, obstacle) for name in usual}
-        if self.is_timed_here:  # which has to be measured first
-            able = [name for name, mixture in spaces.items() if mixture.edits]
-        else:
-            pricing = self.pricing(model)
-            able = [name for name, mixture in spaces.items() if _saves(mixture, pricing)]
+        pricing = None if self.is_timed_here else self.pricing(model)  # this machine has to be measured first
+        able = []
+        for name in usual:
+            mixture = self._mixture(name, model)
+            if mixture.edits if pricing is None else _saves(mixture, pricing):
+                able.append(name)
         return replace(self, space=",".join(able or usual))
 
     @cached_property
@@ -139,11 +136,11 @@ class Question:
         is_of_quality = any(not aspect.is_priced for aspect in (*found, *(limit.aspect for limit in self.limits)))
         if is_of_quality:
             return found
-        return (Aspect("divergence"), *found)
+        return (DIVERGENCE, *found)
 
     @cached_property
     def draft(self) -> Aspect | None:
-        """The objective that programs are to draft for the unedited model, if that is asked for."""
+        """The objective of drafting for the unedited model, if that is asked for."""
         return next((objective for objective in self.objectives if objective.name == DRAFT), None)
 
     @property
@@ -154,19 +151,18 @@ class Question:
 
     @property
     def recorded(self) -> tuple[Aspect, ...]:
-        """What a study has of every trial: the objectives, but those measured of the best only, and `along`."""
+        """A study's values of every trial: the objectives, but those measured of the best only, and `along`."""
         if self.draft is not None:
             return self.objectives
-        measured = tuple(one for one in self.objectives if one.name != ACCURACY) or (Aspect("divergence"),)
+        measured = tuple(one for one in self.objectives if one.name != ACCURACY) or (DIVERGENCE,)
         return tuple(dict.fromkeys([*measured, *self.along]))
 
     @cached_property
     def along(self) -> tuple[Aspect, ...]:
-        """The costs whose levels are to be looked along, as far as edits lessen them.
+        """The costs whose levels are searched, as far as edits lessen them.
 
-        Of drafts the time of a pass. Else one that is an objective; between limits of both a cost and quality, that
-        cost; where no cost is limited, depth, and without a budget size, too, which edits may lessen that keep the
-        depth.
+        Of drafts the time of a pass. Else a cost that is an objective; between limits of both a cost and quality, that
+        cost; where no cost is limited, depth, and without a budget size, too, for edits that keep the depth.
         """
         if self.draft is not None:
             return (Aspect(DRAFT_PASS, self.draft.on),)
@@ -175,10 +171,8 @@ class Question:
             return (costs[0],)
         limited = [limit.aspect for limit in self.limits if limit.aspect.is_priced]
         if limited:
-            if self.is_between_limits:
-                return (limited[0],)
-            return ()
-        spaces = [] if self.space is None else parse_spaces(self.space)
+            return tuple(limited[:1]) if self.is_between_limits else ()
+        spaces = () if self.space is None else parse_spaces(self.space)
         smaller = not spaces or any("size" in each.serves and "depth" not in each.serves for each in spaces)
         if smaller and not self.limits:
             return (DEPTH, SIZE)
@@ -186,7 +180,7 @@ class Question:
 
     @property
     def is_between_limits(self) -> bool:
-        """Whether both a cost and quality are limited and no cost is to be small: what is best lies between the two."""
+        """Whether both a cost and quality are limited and no cost is to be small."""
         kinds = {limit.aspect.is_priced for limit in self.limits}
         return kinds == {True, False} and not any(objective.is_priced for objective in self.objectives)
 
@@ -203,24 +197,17 @@ class Question:
         return Workload.within(positions, self.batch, self.prompt, self.new)
 
     def mixture(self, model: Model) -> Mixture:
-        """The spaces on a model, of which only the configuration has to be there.
-
-        Raises:
-            ValueError: if there is no such space, the model can have none of its edits, or it is an edited one.
-        """
+        """Apply the spaces to a model, of which only the configuration has to be there."""
         assert self.space is not None, "`on` names the spaces"
-        spaces = parse_spaces(self.space, self.ranks)
-        mixture = Mixture(spaces, model, self.ranks, self._obstacle(model))
+        mixture = self._mixture(self.space, model)
         mixture.require_edits()
         return mixture
 
-    def _obstacle(self, model: Model) -> DraftObstacles | None:
-        if self.draft is None:
-            return None
-        return DraftObstacles(model, self.ranks)
+    def _mixture(self, spaces: str, model: Model) -> Mixture:
+        obstacle = None if self.draft is None else draft_obstacle(model, self.ranks)
+        return Mixture(parse_spaces(spaces, self.ranks), model, self.ranks, obstacle)
 
     def pricing(self, model: Model, here: Hardware | None = None) -> Pricing:
-        """What a model's programs cost; as `priced`."""
         deployment = Deployment(self.ranks, emulated=parse_link(self.link_delay, None))
         return open_pricing(model, self.aspects, deployment, self.workload(model.positions), here)
 

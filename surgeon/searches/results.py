@@ -1,4 +1,4 @@
-"""What a search leaves: tables of its trials, its edits, its front and its curves, recipes, and a record."""
+"""Results of a search: tables of its trials, its edits, its front and its curves, recipes, and a record."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from surgeon.processes.files import finite, write_text
 from surgeon.quality.head import GREEDY
 from surgeon.quality.summary import ACCEPTANCES, Quality
 from surgeon.searches.drafting import FoundDraft
-from surgeon.searches.front import FrontPoint, QualityCurve
+from surgeon.searches.front import QualityCurve
 from surgeon.searches.mixture import Trial
 from surgeon.searches.priced import PricedQuestion
 from surgeon.searches.quantities import DEPTH, Aspect, Limit
@@ -37,11 +37,11 @@ class Winner:
     """The trial that a search ends with.
 
     Attributes:
-        why: what it is the best of, in a few words.
+        why: a few words on how it was chosen.
         comparison: with its runners-up on held-out text; None if none was held out.
-        text: which held-out text that is (`Windows.record`).
+        text: the record of the held-out text (`Windows.record`).
         healing: of both; None if none was healed.
-        draft: what it is worth as a draft, where that was asked for.
+        draft: its value as a draft, where that was asked for.
     """
 
     trial: Trial
@@ -52,7 +52,7 @@ class Winner:
     draft: FoundDraft | None = None
 
     def missed_unseen(self, limits: Sequence[Limit]) -> list[str]:
-        """Limits of quality that the winner keeps on the text of the search, but not on held-out text, in sentences."""
+        """Name limits of quality that the winner keeps on the text of the search, but not on held-out text."""
         known = {"": self.comparison, " once it is healed": self.healing.after if self.healing else None}
         missed = []
         for when, comparison in known.items():
@@ -67,7 +67,7 @@ class Winner:
 
 
 def trials_table(question: PricedQuestion, trials: Sequence[Trial]) -> pd.DataFrame:
-    """One row per trial, in the order they were asked for: its edits, its costs, its quality, its program."""
+    """One row per trial, in order: its edits, costs, quality and program."""
     rows = []
     for trial in trials:
         level = trial.proposal.level
@@ -89,7 +89,7 @@ def trials_table(question: PricedQuestion, trials: Sequence[Trial]) -> pd.DataFr
 
 
 def terms_table(question: PricedQuestion, terms: Terms) -> pd.DataFrame:
-    """One row per edit: what it does alone, what it saves (of a speedup, in parts of the time), how it correlates."""
+    """One row per edit: its divergence, its mean correlation, and its savings (of a speedup, in parts of the time)."""
     mixture = question.mixture
     pricing = question.pricing
     dense = {aspect: pricing.price(aspect, mixture.model.program) for aspect in _priced(question)}
@@ -112,21 +112,21 @@ def terms_table(question: PricedQuestion, terms: Terms) -> pd.DataFrame:
 
 
 def write_front(
-    folder: Path, front: Sequence[FrontPoint], question: PricedQuestion, model: str, model_hash: str
+    folder: Path, front: Sequence[Trial], question: PricedQuestion, model: str, model_hash: str
 ) -> pd.DataFrame:
     """Write a recipe for each point of a front, `front/NN-recipe.yaml`; those of an earlier front are removed.
 
     Returns:
-        One row per point: what is traded, the trial, its quality, whether it keeps the budget, its recipe.
+        One row per point: its costs, the trial, its quality, whether it keeps the budget, its recipe.
     """
     (folder / FRONT_FOLDER).mkdir(parents=True, exist_ok=True)
     mixture = question.mixture
     rows = []
     per_layer = mixture.model.family.steps_per_layer
-    for number, point in enumerate(front, 1):
-        trial = point.trial
+    for number, trial in enumerate(front, 1):
         name = f"{FRONT_FOLDER}/{number:02d}-recipe.yaml"
-        values = {str(one): one.natural(cost) for one, cost in zip(question.traded, point.costs, strict=True)}
+        costs = question.pricing.costs(question.traded, trial)
+        values = {str(one): one.natural(cost) for one, cost in zip(question.traded, costs, strict=True)}
         lines = [f"# Point {number} of {len(front)} of a Pareto front: trial {trial.number}."]
         lines += [f"# {one} {value:.5g}" for one, value in values.items()]
         lines.append(mixture.recipe(trial.proposal.choice, model, model_hash).to_yaml())
@@ -151,7 +151,7 @@ def write_front(
 
 
 def quality_table(curves: Sequence[QualityCurve]) -> pd.DataFrame:
-    """One row for each point of each curve; that of a curve's knee says how sure the knee is."""
+    """One row per point of each curve; the knee's has its interval."""
     rows = []
     for curve in curves:
         natural = curve.along.natural
@@ -192,11 +192,7 @@ def _quality(measured: Quality) -> dict[str, float]:
 
 
 def lost_trials(folder: Path, study: str, place: str, finished: int) -> list[str]:
-    """What to say where a study has fewer finished trials than the record of its search tells of.
-
-    Args:
-        place: of the storage, for people.
-    """
+    """Warn where a study has fewer finished trials than the record of its search."""
     try:
         record = read_json(folder / SearchResult.RECORD)
     except (FileNotFoundError, ValueError):
@@ -210,7 +206,7 @@ def lost_trials(folder: Path, study: str, place: str, finished: int) -> list[str
 
 
 def commented(recipe: Recipe, question: PricedQuestion, winner: Winner, record: Mapping[str, Any]) -> str:
-    """The winner's recipe as text, with what was measured in comments."""
+    """Write the winner's recipe with measurements in comments."""
     trial = winner.trial
     measured = winner.trial.measured
     original = question.original
@@ -236,12 +232,12 @@ def commented(recipe: Recipe, question: PricedQuestion, winner: Winner, record: 
 
 @dataclass(frozen=True)
 class SearchWork:
-    """What all workers of a search have run, in all of its commands.
+    """The effort of all workers of a search, in all of its commands.
 
     Attributes:
-        edits: that were measured alone, or estimated; 0 where a sampler does not go by that.
+        edits: measured alone, or estimated; 0 where a sampler does not go by that.
         tokens: of the text, that each was measured on.
-        alone, together: sublayers that ran for single edits, and for trials, in passes over all of the text.
+        alone, together: sublayers run for single edits, and for trials, in passes over all of the text.
     """
 
     edits: int
@@ -270,7 +266,7 @@ class SearchWork:
 
 
 def found_json(question: PricedQuestion, winner: Winner, curves: Sequence[QualityCurve]) -> dict[str, Any]:
-    """What was found in numbers, as JSON values; what is not finite is None."""
+    """Record the findings as JSON values; None for what is not finite."""
     trial = winner.trial
     more = winner.trial.measured.more
     best = {"trial": trial.number, "why": winner.why, "program": trial.proposal.key}

@@ -1,9 +1,10 @@
 """A search as an Optuna study that any number of workers share.
 
-Every worker runs Optuna's own loop over the same storage: it asks by all that is finished, takes what is running as
-tried, measures and tells. Nobody leads and nobody waits for others, but at the end. Trials of processes that are gone
-are failed, which counts for nothing, so that they are asked for again: in a database Optuna's heartbeats say so, and
-of processes of this machine the machine.
+Every worker runs Optuna's own loop over the same storage: it asks by all finished trials, takes running ones as tried,
+measures and tells. Nobody leads, and nobody waits for others but at the end. Trials of dead processes are failed, so
+that they are asked for again: Optuna's heartbeats in a database tell of them, and of this machine's its process table.
+
+A study lies in a PostgreSQL database that many machines reach, or in a SQLite or journal file of one machine.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import os
 import platform
 import random
 import re
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,8 +35,8 @@ from surgeon.errors import did_you_mean, first_line, full_disk, is_full_disk, na
 from surgeon.processes.files import make_folder
 from surgeon.provenance import without_password
 from surgeon.searches.search import PROGRAM
+from surgeon.searches.workers import say_aside
 
-Say = Callable[[str], None]
 JOURNAL_FILE = "study.log"
 KINDS = "postgresql://user@host/database, sqlite:///file or journal:file"
 JOURNAL_BEGINS = b'{"op_code":'
@@ -64,19 +64,9 @@ class StudyStorage:
     file: Path | None = None
 
 
-def say_aside(line: str) -> None:
-    """Put a line on standard error."""
-    print(f"search: {line}", file=sys.stderr, flush=True)
-
-
 @contextmanager
 def naming_storage(storage: StudyStorage) -> Iterator[None]:
-    """Turn what a storage raises into errors that name it.
-
-    Raises:
-        ValueError: if the study is no longer in it.
-        OSError: if it cannot be reached, or its disk is full.
-    """
+    """Turn a storage's errors into ones that name it: ValueError if the study is gone, else OSError."""
     try:
         yield
     except (StorageInternalError, exc.SQLAlchemyError, OSError) as error:
@@ -95,11 +85,10 @@ def open_storage(address: str | None, output: Path) -> StudyStorage:
     """Open a storage, and set it up if it is new.
 
     Args:
-        address: as the user writes it, one of `KINDS`; None for a file in the output folder.
+        address: one of `KINDS`; None for a file in the output folder.
 
     Raises:
-        ValueError, OSError: if there is no such storage, or it cannot be used; in one line that says what to do, and
-            no password.
+        ValueError, OSError: if there is no such storage, or it cannot be used; without its password.
         ImportError: if the database's driver is not installed.
     """
     if address is None:
@@ -160,37 +149,30 @@ def _open_server(url: URL) -> StudyStorage:
 
 
 def _explained(error: BaseException, url: URL, place: str) -> OSError:
-    """What a server that refuses means, in one line."""
-    said = _said(error, url)
+    """Explain a server's refusal in one line, without a password."""
+    link: BaseException | None = error
+    while link is not None and not isinstance(link, exc.DBAPIError):
+        link = link.__cause__
+    lines = str((link.orig if isinstance(link, exc.DBAPIError) else None) or error).strip().splitlines() or [""]
+    telling = [line for line in lines if "FATAL:" in line or "ERROR:" in line or "failed:" in line]
+    said = " ".join((telling or lines)[0].rpartition("failed: ")[2].split())  # the server's or the driver's last words
+    for secret in filter(None, [url.password, url.query.get("password")]):
+        said = said.replace(str(secret), "***")
     if re.search(r'database "[^"]*" does not exist', said):
         flags = "".join(f" -{f} {v}" for f, v in {"h": url.host, "p": url.port, "U": url.username}.items() if v)
         return OSError(f"there is no database {url.database!r} at {place}; make it: createdb{flags} {url.database}")
     if re.search(r'role "[^"]*" does not exist', said):
         return OSError(f"{place} knows no user {url.username!r}; make one, createuser NAME, or give another's name")
     if "no password supplied" in said or "password authentication failed" in said:
+        wrong = f"does not take the password of {url.username!r}"
         if "no password" in said:
             wrong = "asks for a password"
-        else:
-            wrong = f"does not take the password of {url.username!r}"
         return OSError(f"{place} {wrong}; put the right one into ~/.pgpass, or into PGPASSWORD")
     if "permission denied" in said:
         return OSError(f"{place} does not let {url.username!r} make tables ({said}); use a database that is theirs")
     if isinstance(error, exc.OperationalError):
         return OSError(f"{place} cannot be reached ({said}); see that it runs, and that the address is right")
     return OSError(f"{place} cannot hold a study: {said}")
-
-
-def _said(error: BaseException, url: URL) -> str:
-    """What the server or its driver said: its last words, without a password."""
-    link: BaseException | None = error
-    while link is not None and not isinstance(link, exc.DBAPIError):
-        link = link.__cause__
-    lines = str((link.orig if isinstance(link, exc.DBAPIError) else None) or error).strip().splitlines() or [""]
-    telling = [line for line in lines if "FATAL:" in line or "ERROR:" in line or "failed:" in line]
-    said = " ".join((telling or lines)[0].rpartition("failed: ")[2].split())
-    for secret in filter(None, [url.password, url.query.get("password")]):
-        said = said.replace(str(secret), "***")
-    return said
 
 
 def _set_up(url: URL, engine: dict[str, Any]) -> RDBStorage:
@@ -263,11 +245,8 @@ def open_study(storage: StudyStorage, name: str, settings: Mapping[str, Any], me
 
     Args:
         name: of the study; a storage can have many.
-        settings: what the study is about, as JSON values.
-        metrics: names of what is to be small.
-
-    Raises:
-        ValueError: if the storage has a study of this name with other settings.
+        settings: of the search, as JSON values.
+        metrics: names of the values to minimise.
     """
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     directions = [optuna.study.StudyDirection.MINIMIZE] * len(metrics)
@@ -289,7 +268,7 @@ def open_study(storage: StudyStorage, name: str, settings: Mapping[str, Any], me
 
 
 def kept(study: optuna.Study, name: str, compute: Callable[[], Any]) -> Any:
-    """A JSON value that all workers need, kept in the study by the first who has computed it."""
+    """Compute a JSON value that all workers need once, and keep it in the study."""
     identifier = study._study_id
     backend = study._storage
     if name not in backend.get_study_system_attrs(identifier):
@@ -300,7 +279,7 @@ def kept(study: optuna.Study, name: str, compute: Callable[[], Any]) -> Any:
 
 
 def counted(study: optuna.Study) -> list[FrozenTrial]:
-    """All trials that were not given up, by their numbers."""
+    """List the trials that were not given up."""
     return study.get_trials(deepcopy=False, states=COUNTED)
 
 
@@ -311,21 +290,23 @@ def run_trials(
     until: float | None,
     tell: Callable[[FrozenTrial], object],
 ) -> None:
-    """Work until the study has so many trials, or no more can be asked for, with all other workers that do.
-
-    Args:
-        until: when no more are begun, by `time.monotonic`, once there are some.
-        tell: gets each trial that is finished from now on, by this worker or others.
-    """
-    session = _Session(study, trials, until, tell)
+    """Work with all other workers until the study has so many trials, or no more can be asked for."""
+    told = {one.number for one in counted(study) if one.state in FINISHED}
     # Numbers of processes are given again.
     me = [platform.node(), os.getpid(), psutil.Process().create_time()]
 
+    def is_open() -> bool:
+        is_over = until is not None and time.monotonic() >= until and bool(told)
+        return not is_over and len(counted(study)) < trials
+
+    def after(study: optuna.Study, _: FrozenTrial) -> None:
+        _tell_new(study, told, tell)
+        if not is_open():
+            study.stop()
+
     def measure(trial: optuna.Trial) -> Any:
         trial.set_user_attr(WORKER, me)
-        if sum(one.number < trial.number for one in counted(study)) >= trials:
-            raise NotTried
-        if _is_twin(study, trial):
+        if sum(one.number < trial.number for one in counted(study)) >= trials or _is_twin(study, trial):
             raise NotTried
         found = objective(trial)
         if getattr(study.sampler, "is_exhausted", False):  # it has said the best trial once more
@@ -335,54 +316,30 @@ def run_trials(
     states_then: list[TrialState] | None = None
     while True:
         _fail_lost(study, me)
-        if session.is_open() and states_then != _states(study):  # else nothing was left to ask for, and nothing is new
-            study.optimize(measure, callbacks=[session], catch=(NotTried,))
-            states_then = _states(study)
-        session.look()
+        # Else nothing was left to ask for, and nothing is new.
+        if is_open() and states_then != [one.state for one in counted(study)]:
+            study.optimize(measure, callbacks=[after], catch=(NotTried,))
+            states_then = [one.state for one in counted(study)]
+        _tell_new(study, told, tell)
         if not _running(study):
             return
         time.sleep(SECONDS_BETWEEN_LOOKS)
 
 
-class _Session:
-    """What a worker has been told of so far, and whether more trials are begun; stops Optuna's loop when none are."""
-
-    def __init__(
-        self, study: optuna.Study, trials: int, until: float | None, tell: Callable[[FrozenTrial], object]
-    ) -> None:
-        self.study = study
-        self.trials = trials
-        self.until = until
-        self.tell = tell
-        self.known = {one.number for one in counted(study) if one.state in FINISHED}
-
-    def __call__(self, study: optuna.Study, trial: FrozenTrial) -> None:  # noqa: ARG002 - as Optuna calls it
-        self.look()
-        if not self.is_open():
-            study.stop()
-
-    def look(self) -> None:
-        for one in counted(self.study):
-            if one.state in FINISHED and one.number not in self.known:
-                self.known.add(one.number)
-                self.tell(one)
-
-    def is_open(self) -> bool:
-        is_over = self.until is not None and time.monotonic() >= self.until and bool(self.known)
-        return not is_over and len(counted(self.study)) < self.trials
-
-
-def _states(study: optuna.Study) -> list[TrialState]:
-    return [one.state for one in counted(study)]
+def _tell_new(study: optuna.Study, told: set[int], tell: Callable[[FrozenTrial], object]) -> None:
+    for one in counted(study):
+        if one.state in FINISHED and one.number not in told:
+            told.add(one.number)
+            tell(one)
 
 
 def _running(study: optuna.Study) -> list[FrozenTrial]:
-    """Trials that workers run; those that a notebook asked for are left to it."""
+    """List trials that workers run; a notebook's are left to it."""
     return [one for one in counted(study) if one.state == TrialState.RUNNING and WORKER in one.user_attrs]
 
 
 def _is_twin(study: optuna.Study, trial: optuna.Trial) -> bool:
-    """Whether another trial has the same program, and was there first: two workers have asked at the same moment."""
+    """Tell whether an earlier trial has the same program, as when two workers ask at the same moment."""
     _ = trial.relative_params  # asks the sampler, which Optuna else does when the first parameter is wanted
     program = study._storage.get_trial(trial._trial_id).user_attrs.get(PROGRAM)
     if program is None:  # samplers of Optuna name none; what they say twice is not measured again
@@ -400,7 +357,7 @@ def _is_twin(study: optuna.Study, trial: optuna.Trial) -> bool:
 
 
 def _has_ended(machine: str, number: int, began: float) -> bool:
-    """Whether a process is known to have ended; of other machines' processes that cannot be known from here."""
+    """Tell whether a process of this machine has ended."""
     if machine != platform.node():
         return False
     try:

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 import surgeon
-from surgeon.analysis import scan as scan_module
 from surgeon.analysis.cells import scan_cells
+from surgeon.analysis.engine import workers as scan_module
 from surgeon.analysis.engine.measure import measure
 from surgeon.analysis.scan import JOURNAL
 from surgeon.findings.scan import Scan

@@ -14,8 +14,8 @@ import pytest
 import torch
 from scipy import stats
 
-from surgeon.analysis import scan as scan_module
 from surgeon.analysis.cells import scan_cells, select
+from surgeon.analysis.engine import workers as scan_module
 from surgeon.analysis.scan import HOPELESS, JOURNAL, LARGEST_ERROR, SHARE_OF_DAMAGE, is_settled, rounds, scan, spread
 from surgeon.findings.scan import Scan
 from surgeon.language.program import Program

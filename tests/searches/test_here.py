@@ -34,7 +34,7 @@ def test_less_takes_less_time(tmp_path: Path) -> None:
     layers = 24
     tiny_model("llama", layers, hidden_size=128, intermediate_size=512).save_pretrained(tmp_path)
     dense = Program.dense(layers)
-    found = measured_here(tmp_path, dense, [ONE_LAYER, dense], 1, Workload(1, 8, 16), rounds=5, device="cpu")
+    found = measured_here(tmp_path, dense, [ONE_LAYER, dense], 1, Workload(1, 8, 16))
     assert list(found) == [dense, ONE_LAYER]
     assert found[dense].speedup == 1
     for one in found.values():
@@ -93,13 +93,13 @@ def test_every_candidate_keeps_its_limits_of_time_here(
     times = {program: TimeHere(0.01 / speed, 0.01, 0.02, speed) for program, speed in speedups.items()}
     links: list[Any] = []
     monkeypatch.setattr(here, "measured_here", lambda *_, link: links.append(link) or times)
-    mixture = SimpleNamespace(model=SimpleNamespace(program=FOUR))
+    mixture = SimpleNamespace(model=SimpleNamespace(program=FOUR, positions=64))
 
     def fast_enough(budget: str) -> list[int]:
         asked = {"settings": Question("pair", budget, link_delay="2ms")}
         question: Any = SimpleNamespace(mixture=mixture, budget=budget, **asked)
         trials = [trial(number) for number in range(3)]
-        return [one.number for one in fast_enough_here(question, trials, "model", 2, Workload(1, 8, 8))]
+        return [one.number for one in fast_enough_here(question, trials, "model")]
 
     assert fast_enough("speedup>=1.15@here") == [1, 2]
     assert links == [Link(2e-3)], "as they were predicted"

@@ -217,12 +217,10 @@ def test_two_costs_are_looked_along_in_one_search() -> None:
         for curve in quality_curves(cost, trials, question.original, question.pricing, resamples=20)
     }
     assert curves == {(DEPTH, "pair"), (DEPTH, TOGETHER), (SIZE, "rank"), (SIZE, TOGETHER)}
-    front = {point.trial.number for point in question.front(trials)}
+    front = {point.number for point in question.front(trials)}
     pricing = question.pricing
     assert front == {
-        point.trial.number
-        for cost in (DEPTH, SIZE)
-        for point in pareto_front(trials, (Aspect("divergence"), cost), pricing)
+        point.number for cost in (DEPTH, SIZE) for point in pareto_front(trials, (Aspect("divergence"), cost), pricing)
     }
     dense = pricing.price(SIZE, question.mixture.model.program)
     for trial in trials:

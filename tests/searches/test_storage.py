@@ -16,7 +16,7 @@ from sqlalchemy.exc import OperationalError, ProgrammingError
 
 from surgeon.commands.failures import explain
 from surgeon.provenance import without_password
-from surgeon.searches import storage
+from surgeon.searches import study as storage
 from surgeon.searches.study import naming_storage, open_storage
 
 REFUSED = {

@@ -20,7 +20,15 @@ from surgeon.quality.summary import Quality
 from surgeon.searches.front import Knee, QualityCurve
 from surgeon.searches.mixture import Mixture, Proposal, Trial
 from surgeon.searches.spaces import parse_spaces
-from surgeon.searches.winners import Evaluate, HeldOutComparison, against_most_salient, choose, ranked, remeasure
+from surgeon.searches.winners import (
+    Finalist,
+    HeldOutComparison,
+    Measured,
+    against_most_salient,
+    choose,
+    compare,
+    ranked,
+)
 from surgeon.testing.spaces import small_model
 from tests.searches.made_up_search import search, try_programs
 from tests.tiny_models import save_checkpoint
@@ -42,19 +50,21 @@ def trial(number: int, mean: float, text: str | None = None, whole: bool = True)
     return Trial(number, Proposal(key, "window", ()), measured([mean, mean], whole=whole))
 
 
-def on_held_out(*by_trial: Sequence[float]) -> Evaluate:
+def on_held_out(*by_trial: Sequence[float]) -> Mapping[Program, Quality]:
     known = {Program.parse(text): measured(values) for text, values in zip(TEXTS, by_trial, strict=False)}
-    known[DENSE] = measured([0.0] * len(by_trial[0]))
+    return known | {DENSE: measured([0.0] * len(by_trial[0]))}
 
-    def evaluate(programs: Sequence[Program]) -> Mapping[Program, Quality]:
-        return {program: known[program] for program in programs}
 
-    return evaluate
+def remeasure(
+    winner: Trial, runners_up: Sequence[Trial], known: Mapping[Program, Quality], by: Measured = "divergence"
+) -> HeldOutComparison:
+    first, *others = (Finalist(one, known[one.program]) for one in (winner, *runners_up))
+    return compare(first, others, known[DENSE], by)
 
 
 def compared(*by_trial: Sequence[float]) -> HeldOutComparison:
     trials = [trial(number, 0.1 + number / 100) for number in range(len(by_trial))]
-    return remeasure(trials[0], trials[1:], DENSE, on_held_out(*by_trial))
+    return remeasure(trials[0], trials[1:], on_held_out(*by_trial))
 
 
 def test_the_difference_is_that_of_pairs() -> None:
@@ -88,7 +98,7 @@ def test_better_is_rarely_said_of_equals() -> None:
     for _ in range(200):
         known = {Program.parse(text): measured(list(draw.normal(1, 0.1, 8))) for text in texts}
         known[DENSE] = measured([0.0] * 8)
-        found = remeasure(trials[0], trials[1:], DENSE, lambda programs, known=known: {p: known[p] for p in programs})  # type: ignore[misc]
+        found = remeasure(trials[0], trials[1:], known)
         wrong += any(one.verdict != "not told apart" for one in found.runners_up)
     assert 0 < wrong < 0.05 * 200 + 2 * math.sqrt(0.05 * 0.95 * 200)
 
@@ -121,7 +131,7 @@ def test_perplexity_compares_likelihoods() -> None:
         Program.parse(TEXTS[1]): measured([0.1] * 3, second),
         DENSE: measured([0.0] * 3),
     }
-    found = remeasure(trial(0, 0.1), [trial(1, 0.2)], DENSE, lambda _: known, by="perplexity")
+    found = remeasure(trial(0, 0.1), [trial(1, 0.2)], known, by="perplexity")
     (one,) = found.runners_up
     assert one.difference == pytest.approx(-0.31 / 3)
     assert one.verdict == "better"

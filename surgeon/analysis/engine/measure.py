@@ -1,8 +1,8 @@
 """Measuring the programs of a plan on some windows of text.
 
-On a CPU the windows are shared out to threads, lanes, each of which computes on one core. Threads that work on one
-product wait for each other after every one of them, thousands of times a second, and where the machine has something
-else to do they mostly wait. Threads with windows of their own meet at the end of a pass.
+On a CPU the windows are shared out to threads, lanes, each of which computes on one core. Threads that share a product
+wait for each other thousands of times a second, and mostly so where the machine has something else to do. Threads with
+windows of their own meet at the end of a pass.
 """
 
 from __future__ import annotations
@@ -45,11 +45,7 @@ _AT_ONCE = -1  # the turn of a task that needs no weights
 
 
 def by_layer(plan: SharedPlan, first: Program | None = None) -> SharedPlan:
-    """The same tasks in sweeps over the layers.
-
-    Args:
-        first: a program that has to be reached before every other one.
-    """
+    """Order the tasks in sweeps over the layers, with one program reached before every other, if it is given."""
     followers: dict[int, list[int]] = defaultdict(list)  # by register, the tasks that read it
     missing = [len(reads(task)) for task in plan.tasks]  # registers that a task still waits for
     for index, task in enumerate(plan.tasks):
@@ -91,7 +87,7 @@ def by_layer(plan: SharedPlan, first: Program | None = None) -> SharedPlan:
 
 
 def place(sublayers: Iterable[Sublayer]) -> int:
-    """Where in a sweep the first of these sublayers has its turn."""
+    """The first turn of these sublayers in a sweep."""
     return min(2 * min(sublayer.layers) + (sublayer.kind == FEED_FORWARD) for sublayer in sublayers)
 
 
@@ -123,26 +119,22 @@ class MeasuredWindows:
 
 @dataclass(frozen=True)
 class MeasureOptions:
-    """How programs are measured; checked as it is made.
+    """Options of measuring programs; checked as they are made.
 
     Attributes:
         at_once: how many windows are run together; on a CPU they are shared out to torch's threads.
         first: how many of them at first, if fewer; then as many as were run before, so that programs can be found
             done early.
-        is_done: says which programs need no measurement on some windows.
+        is_done: tells which programs need no measurement on some windows.
         ran: called with the work done: sublayers times the share of the windows they ran on.
-        references: keeps what the original predicts, so that a later call with the same dictionary runs it on none of
-            these windows again.
+        references: the original's predictions, for later calls on the same windows.
         memory: for a model whose weights are streamed, the limit in bytes on the memory of the whole process.
-        folder: where such a model's hidden states are put that do not fit into it.
+        folder: for such a model's hidden states that do not fit into it.
         blocks: into how many parts each window is cut for `blocks`.
-        sampled: whether programs get their sampled acceptance; references that are known have to be for it, too.
-        cache: states of earlier calls on the same windows of the same model, which are gone on from and added to; not
-            for a model whose weights are streamed.
-        factors: makes the factors of matrices that programs have ranks for; by default anew in every call.
-
-    Raises:
-        ValueError: if no window is to be run, or no memory may be taken.
+        sampled: whether programs get their sampled acceptance; known references have to be for it, too.
+        cache: states of earlier calls on the same windows of the same model, to go on from and add to; not for a model
+            whose weights are streamed.
+        factors: of matrices that programs have ranks for; by default made anew in every call.
     """
 
     at_once: int
@@ -166,7 +158,7 @@ class MeasureOptions:
 def measure(
     model: PreTrainedModel, ids: Tensor, plan: SharedPlan, options: MeasureOptions
 ) -> Iterator[MeasuredWindows]:
-    """The quality of a plan's programs, some windows at a time.
+    """Measure the quality of a plan's programs, some windows at a time.
 
     Where memory turns out too small for so many windows, half as many are run together from there on.
 
@@ -212,17 +204,7 @@ def measure(
 def streams_after(
     model: PreTrainedModel, ids: Tensor, windows: range, plan: SharedPlan, options: MeasureOptions
 ) -> Iterator[tuple[Program, Tensor]]:
-    """A plan's programs with the stream after each on some windows, before the final norm, as they are reached.
-
-    Args:
-        model: unedited; it is left as it is.
-        ids: (windows, tokens) of the whole text.
-        windows: the ones to run, together.
-        options: of which `at_once`, `first` and `is_done` do not matter.
-
-    Yields:
-        each program with its stream, (windows, tokens, hidden).
-    """
+    """Yield a plan's programs with the stream after each, (windows, tokens, hidden), before the final norm."""
     run = _Run(model, ids, plan, options)
     run.plan_for(plan.programs)
     yield from run.streams(ids[windows.start : windows.stop].to(model.device), windows)
@@ -269,7 +251,7 @@ class _Run:
                     yield MeasuredWindows(program, windows.start, one_after_the_other(found))
 
     def plan_for(self, running: Collection[Program]) -> None:
-        """Take the part of the plan that reaches these programs, which are in its order."""
+        """Take the part of the plan that reaches these programs, in its order."""
         if running == self.planned:
             return
         self.plan = self.whole.only(frozenset(running))
@@ -334,16 +316,10 @@ def parts_of(windows: range, count: int) -> list[range]:
 
 
 def side_by_side(lanes: Sequence[Callable[[GoOn], Iterator[tuple[Program, T]]]]) -> Iterator[tuple[Program, list[T]]]:
-    """What several lanes find of each program, in their order, as soon as all of them have it.
+    """Yield the findings of several lanes on each program, in their order, as soon as all of them have it.
 
-    Every lane runs in a thread of its own, where torch has one thread; a single one runs in this thread, as it is.
-
-    Args:
-        lanes: each finds something of the same programs. It is given a function to be called between its parts, which
-            ends it where the rest is no longer wanted.
-
-    Raises:
-        whatever a lane does; the others end then.
+    Every lane runs in a thread of its own, where torch has one thread; a single one runs in this thread. Lanes call
+    what they are given between their parts, which ends them where the rest is no longer wanted.
     """
     if len(lanes) == 1:
         yield from ((program, [found]) for program, found in lanes[0](lambda: None))
@@ -382,8 +358,7 @@ class ProgramJournal(Journal):
     """Per-window numbers of programs.
 
     Args:
-        folder: made if it is not there.
-        name: of the file in it.
+        name: of the file in the folder.
         work, identity: as in `Journal`.
         windows: how many windows are measured.
         sampled: whether a program without its sampled acceptance is measured again.
@@ -399,11 +374,7 @@ class ProgramJournal(Journal):
         super().__init__(folder / name, work, identity)
 
     def add_new(self, measured: Iterable[MeasuredWindows], windows: Sequence[int]) -> None:
-        """Keep what comes in, unless it is here already.
-
-        Args:
-            windows: the numbers of those that were measured, in their order.
-        """
+        """Keep new measurements; `windows` are the numbers of those that were measured."""
         for one in measured:
             part = windows[one.start : one.start + len(one.quality["nll"])]
             if not self.is_done(one.program, part):
@@ -428,7 +399,7 @@ class ProgramJournal(Journal):
 
 
 def take_program(line: Any, values: dict[str, NDArray[np.float64]], windows: int) -> None:
-    """Take in what a line says of a program.
+    """Take in a line about a program.
 
     Rows of its nll, its divergence, 1 where it was measured, else NaN, and its acceptances, NaN where there are none.
     """
@@ -441,11 +412,7 @@ def take_program(line: Any, values: dict[str, NDArray[np.float64]], windows: int
 
 
 def read_programs(path: Path, work: str) -> tuple[dict[str, Any], dict[str, NDArray[np.float64]]]:
-    """What a journal of programs depends on, and its numbers by the programs' texts, as `take_program` has them.
-
-    Raises:
-        FileNotFoundError, ValueError: as `read_journal`; and if it does not say how many windows it is of.
-    """
+    """Read a journal's identity, and its numbers by the programs' texts, as `take_program` has them."""
     identity, lines = read_journal(path, work)
     try:
         windows = identity["tokens"] // identity["window"]

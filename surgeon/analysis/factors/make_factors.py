@@ -1,9 +1,9 @@
-"""Factors for a program's matrices, made for the inputs that these get on a text, one node of the program at a time.
+"""Factors for a program's matrices, made for their inputs on a text, one node of the program at a time.
 
-A folder gets a file for each matrix, as `surgeon.checkpoint.factor_cache` reads them, as soon as its factors are made:
-started again on the same folder, the work goes on where it was, with equal results. Inputs are those in the program
-with whole matrices, or with `sequential` those in the program as it has become so far: matrices that read the stream
-come before those behind them. Inside a fork, all matrices are whole until those of the fork are made.
+A folder gets a file for each matrix as soon as its factors are made: started again on the same folder, the work goes on
+where it was, with equal results. Inputs are those in the program with whole matrices, or with `sequential` those in the
+program as it has become so far: matrices that read the stream come before those behind them. Inside a fork, all
+matrices are whole until those of the fork are made.
 """
 
 from __future__ import annotations
@@ -70,11 +70,10 @@ def make_factors(
     Args:
         model: whole in memory or streamed; it is left as it is. The program is over the layers that it is stored as.
         windows: the text to calibrate on; None if no method goes by one.
-        folder: made if it is not there.
         memory: a limit in bytes on the memory of the whole process.
         record: provenance to begin `factors.json` with.
-        kept: what the factors will be rounded to where they are used; the folder has them in float32.
-        units: what says which units narrowed sublayers have, by kind and layer; by default their weights.
+        kept: the dtype that factors will be rounded to where they are used; the folder has them in float32.
+        units: sources of narrowed sublayers' units, by kind and layer; by default their weights.
 
     Raises:
         ValueError: if the model runs a program whose weights are those of no layer, or one of its own where a method
@@ -195,7 +194,7 @@ class _Work:
         return states
 
     def _stages(self, node: Node) -> Iterator[tuple[list[Matrix], Renaming]]:
-        """Which matrices of a node are made together, and what of its sublayers runs meanwhile."""
+        """Yield matrices of a node that are made together, with the sublayers that run meanwhile."""
         matrices = matrices_in(node, self.missing)
         if self.sequential and isinstance(node, Step):
             first = [matrix for matrix in matrices if matrix.role not in WRITING]
@@ -256,12 +255,7 @@ class _Work:
     def _factors(
         self, matrix: Matrix, values: Tensor, decompose: Decomposer, known: InputSums | None
     ) -> tuple[Factors, FactorFacts]:
-        """A matrix's factors and what is known of them.
-
-        Args:
-            values: (out, in), in float32 or wider.
-            known: of its inputs, if it goes by them.
-        """
+        """A matrix's factors and facts; `known` are sums over its inputs, if it goes by them."""
         rank = matrix.sublayer.rank(matrix.role)
         assert rank is not None
         found = decompose(values)
@@ -287,5 +281,5 @@ def _without_ranks(sublayer: Sublayer) -> Sublayer:
 
 
 def _with_first_ranks(sublayer: Sublayer) -> Sublayer:
-    """With factors in place of what reads the stream only."""
+    """Keep factors of matrices that read the stream only."""
     return replace(sublayer, ranks=tuple(entry for entry in sublayer.ranks if entry[0] not in WRITING))
