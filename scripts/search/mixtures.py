@@ -111,7 +111,7 @@ def _row(level: float, alone: Sequence[float], together: Trial | None, won: floa
     cells = "".join(
         f"{'-':>10}" if math.isinf(value) else f"{value:>10.4f}" for value in (*alone, _divergence(together))
     )
-    edits = "" if together is None else ", ".join(map(str, together.proposal.choice))
+    edits = "" if together is None else ", ".join(map(str, together.choice))
     return f"{level:>7g}{cells}{won:>9.1%}  {edits}"
 
 

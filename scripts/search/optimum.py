@@ -121,7 +121,7 @@ def _row(known: Measured, depth: int) -> str:
     sets = {key: d for key, d in known.every.items() if Program.parse(key).effective_depth() == depth}
     best = min(sets.values(), default=math.nan)
     windows = _windows(known, depth)
-    additive = next((t.measured.divergence for t in trials if t.proposal.source == ADDITIVE), math.nan)
+    additive = next((t.measured.divergence for t in trials if t.source == ADDITIVE), math.nan)
     cells = "".join(f"{_cell(_best(trials[:count]), best):>16}" for count in TRIALS)
     place = next(
         (n for n, t in enumerate(trials, 1) if t.measured.whole and t.measured.divergence <= best * 1.000001), 0

@@ -21,19 +21,18 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy import stats
 
 from surgeon.analysis.similarity import CKA_COLUMNS
 from surgeon.findings.scan import Scan
 from surgeon.findings.similarity import Similarity
 from surgeon.language.operations.declare import HEATMAPS
+from surgeon.quality.summary import Values
 
 DAMAGES = ("divergence", "log_perplexity_ratio")
 PAIR_COLUMNS = ("bound", "relative_bound", "relative_first_order", "relative_error")  # of sensitivity.csv
 LAYER_SUMS = ("block_influence", "attention_size", "mlp_size")
-
-Values = NDArray[np.float64]
 
 
 def read_scan(folder: Path, model_hash: str) -> Scan:
@@ -162,7 +161,7 @@ def rank_correlation(x: ArrayLike, y: ArrayLike, given: ArrayLike | None = None)
     return Correlation(rho, p, n, math.nan if given is None else _partial(rho, ranks))
 
 
-def _exact_p(rho: float, x: NDArray[np.float64], y: NDArray[np.float64]) -> float:
+def _exact_p(rho: float, x: Values, y: Values) -> float:
     """The share of all orders of y whose correlation with x is as far from 0."""
     orders = np.array(list(permutations(y - y.mean())))
     products = orders @ (x - x.mean())
@@ -170,7 +169,7 @@ def _exact_p(rho: float, x: NDArray[np.float64], y: NDArray[np.float64]) -> floa
     return float((np.abs(products / sizes) >= abs(rho) - 1e-9).mean())
 
 
-def _partial(rho: float, ranks: list[NDArray[np.float64]]) -> float:
+def _partial(rho: float, ranks: list[Values]) -> float:
     """The first-order partial correlation of ranks, from the three correlations between them."""
     if _constant(ranks[2]):
         return rho
@@ -182,5 +181,5 @@ def _partial(rho: float, ranks: list[NDArray[np.float64]]) -> float:
     return math.nan
 
 
-def _constant(ranks: NDArray[np.float64]) -> bool:
+def _constant(ranks: Values) -> bool:
     return bool((ranks == ranks[0]).all())

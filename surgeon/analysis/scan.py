@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
 from surgeon.analysis.cells import Cell, Selection, selected_cells
 from surgeon.analysis.engine.measure import MeasureOptions, ProgramJournal, measure
@@ -377,7 +376,7 @@ def spread(count: int) -> list[int]:
     return sorted(range(count), key=lambda number: int(f"{number:0{bits}b}"[::-1], 2))
 
 
-def is_settled(damage: NDArray[np.float64]) -> bool:
+def is_settled(damage: Values) -> bool:
     """Tell whether a cell needs no more windows.
 
     Args:

@@ -16,7 +16,6 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from surgeon.analysis.engine.walk import HEAD_NOT_FINITE
@@ -37,10 +36,9 @@ from surgeon.processes.journal import Journal, read_journal
 from surgeon.progress import Advance, progress
 from surgeon.provenance import FORMAT
 from surgeon.quality.data import Windows
-from surgeon.quality.summary import ESTIMATE_COLUMNS, estimate, perplexity, perplexity_interval
+from surgeon.quality.summary import ESTIMATE_COLUMNS, Values, estimate, perplexity, perplexity_interval
 
 JOURNAL = "journal.jsonl"
-Values = NDArray[np.float64]
 ByWindow = dict[str, Values]  # nll and divergence from the original, nats per token, (windows,) each
 
 

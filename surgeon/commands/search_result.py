@@ -81,7 +81,7 @@ def end_search(
     ranked, why = choose(question, trials, curves)
     first, *others = fast_enough_here(question, ranked, opened.folder)
     winner = Winner(first, why)
-    chosen = first.proposal.choice
+    chosen = first.choice
     salient = question.mixture.program(question.mixture.with_most_salient(chosen))
     measured = {trial.program: trial.measured for trial in trials if trial.measured.whole}
     text_of = "the search's text"
@@ -104,7 +104,7 @@ def end_search(
         if heal is not None:
 
             def recipe_of(trial: Trial) -> Recipe:
-                return question.mixture.recipe(trial.proposal.choice, opened.reference, opened.hash)
+                return question.mixture.recipe(trial.choice, opened.reference, opened.hash)
 
             healed = heal_finalists(compared, recipe_of, opened, unseen, output, *heal)
             winner = replace(winner, trial=healed.after.chosen.trial, healing=healed)
@@ -113,7 +113,7 @@ def end_search(
     if salient in measured:
         experts = against_most_salient(question.mixture, chosen, measured, text_of)
         record |= {} if experts is None else {"experts": experts}
-    recipe = question.mixture.recipe(winner.trial.proposal.choice, opened.reference, opened.hash)
+    recipe = question.mixture.recipe(winner.trial.choice, opened.reference, opened.hash)
     text = commented(recipe, question, winner, record)
     found = SearchResult(
         tables["trials"],
@@ -171,7 +171,7 @@ def heal_finalists(
     winner = before.chosen
     after = []
     for one in (winner, *(other for other in before.finalists if other.trial != winner.trial)):
-        key = json.dumps([one.trial.proposal.key, data, window, settings.to_json()], sort_keys=True)
+        key = json.dumps([one.trial.key, data, window, settings.to_json()], sort_keys=True)
         target = folder / FOLDER / hashlib.sha256(key.encode()).hexdigest()[:12]
         if not target.exists():  # a search that was killed heals what is missing
             print(f"search: healing trial {one.trial.number} into {target}", file=sys.stderr, flush=True)

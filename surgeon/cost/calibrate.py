@@ -516,14 +516,15 @@ def _hardware(
     first = share(figures[min(figures)])
     peaks = {calibration.plans[1].dtype: _rounded(flops)}
     note = f"measured at the shapes of {calibration.shapes.name}"
-    if calibration.device == "cpu":
-        memory = _rounded(psutil.virtual_memory().total)
-        device = Device(memory, _rounded(bandwidth), peaks, first.shares)
-        sharing = {ranks: share(one) for ranks, one in several.items()}
-        return Hardware(name, 1, device, first.host, links, sharing=sharing, note=note)
-    memory = _rounded(torch.cuda.get_device_properties(0).total_memory)
-    device = Device(memory, _rounded(bandwidth), peaks, first.shares)
-    return Hardware(name, torch.cuda.device_count(), device, first.host, links, note=note)
+    memory = psutil.virtual_memory().total
+    devices = 1
+    sharing = {ranks: share(one) for ranks, one in several.items()}
+    if calibration.device == "cuda":
+        memory = torch.cuda.get_device_properties(0).total_memory
+        devices = torch.cuda.device_count()
+        sharing = {}
+    device = Device(_rounded(memory), _rounded(bandwidth), peaks, first.shares)
+    return Hardware(name, devices, device, first.host, links, sharing=sharing, note=note)
 
 
 def _table(values: Mapping[int, float]) -> Figure:

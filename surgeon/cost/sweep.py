@@ -13,7 +13,6 @@ import pandas as pd
 from surgeon.cost.candidates import Candidate
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.hardware import Hardware
-from surgeon.cost.passes import PassCost
 from surgeon.cost.plans import divides, most_texts, plan_on_paper, room
 from surgeon.cost.predict import Prediction, predict
 from surgeon.cost.workload import Workload
@@ -25,6 +24,19 @@ from surgeon.words import plural
 MOST_RANKS = 64  # that are looked at for those that have room
 MOST_TEXTS = 1 << 16  # likewise
 MS = 1e3
+SIZES = ("weights", "cache", "activations", "needed", "there")  # of a rank's memory
+NUMBERS = (
+    *("first_token_ms", "per_token_ms", "tokens_per_second", "communication_share"),
+    *(
+        f"{phase}_{name}"
+        for phase in ("prefill", "decode")
+        for name in (
+            *(f"{part}_ms" for part in (*PARTS, "communication")),
+            *("all_reduces", "all_gathers", "bytes", "vocabulary_collectives"),
+        )
+    ),
+    *(f"{name}_bytes" for name in SIZES),
+)  # columns of a prediction
 _RANGE = re.compile(r"(\d{1,7})(?:\.\.(\d{1,7}))?")
 
 
@@ -171,23 +183,18 @@ def _row(cell: SweepCell) -> dict[str, object]:
         "batch": load.batch,
         "prompt": load.prompt,
         "new": load.new,
-        "first_token_ms": math.nan if found is None else found.first_token * MS,
-        "per_token_ms": math.nan if found is None else found.per_token * MS,
-        "tokens_per_second": math.nan if found is None else found.rate,
-        "communication_share": math.nan if found is None else found.share,
+        **dict.fromkeys(NUMBERS, math.nan),
+        "fits": int(found is not None and found.memory.fits),
+        "refused": cell.refused,
     }
-    for phase in ("prefill", "decode"):
-        row |= _split(phase, None if found is None else getattr(found, phase))
-    sizes = ("weights", "cache", "activations", "needed", "there")
-    row |= {f"{name}_bytes": math.nan if found is None else getattr(found.memory, name) for name in sizes}
-    return row | {"fits": int(found is not None and found.memory.fits), "refused": cell.refused}
-
-
-def _split(phase: str, cost: PassCost | None) -> dict[str, object]:
-    values: dict[str, float] = {f"{part}_ms": math.nan for part in (*PARTS, "communication")}
-    values |= dict.fromkeys(("all_reduces", "all_gathers", "bytes", "vocabulary_collectives"), math.nan)
-    if cost is not None:
-        values = {f"{part}_ms": getattr(cost, part) * MS for part in (*PARTS, "communication")}
-        values |= asdict(cost.layers)
-        values["vocabulary_collectives"] = cost.vocabulary.all_reduces + cost.vocabulary.all_gathers
-    return {f"{phase}_{name}": value for name, value in values.items()}
+    if found is None:
+        return row
+    times = found.first_token * MS, found.per_token * MS, found.rate, found.share
+    row |= zip(NUMBERS, times, strict=False)
+    for phase, cost in (("prefill", found.prefill), ("decode", found.decode)):
+        if cost is not None:
+            values = {f"{part}_ms": getattr(cost, part) * MS for part in (*PARTS, "communication")}
+            values |= asdict(cost.layers)
+            values["vocabulary_collectives"] = cost.vocabulary.all_reduces + cost.vocabulary.all_gathers
+            row |= {f"{phase}_{name}": value for name, value in values.items()}
+    return row | {f"{name}_bytes": getattr(found.memory, name) for name in SIZES}

@@ -79,7 +79,7 @@ class TaskAccuracy:
         by_level: dict[float | None, list[Trial]] = defaultdict(list)
         for trial in trials:
             if trial.measured.whole and math.isfinite(trial.measured.divergence):
-                by_level[trial.proposal.level].append(trial)
+                by_level[trial.level].append(trial)
         best = [
             trial
             for group in by_level.values()

@@ -116,9 +116,9 @@ def quality_curves(
     """Curves of quality against a cost, of each space alone, and of all together, last."""
     dense = pricing.price(along, pricing.model.program)
     prices = {t.number: pricing.price(along, t.program) for t in trials}
-    whole = [t for t in trials if t.measured.whole and t.proposal.choice and math.isfinite(prices[t.number])]
-    spaces = dict.fromkeys(edit.space for trial in whole for edit in trial.proposal.choice)
-    groups = {name: [t for t in whole if {edit.space for edit in t.proposal.choice} == {name}] for name in spaces}
+    whole = [t for t in trials if t.measured.whole and t.choice and math.isfinite(prices[t.number])]
+    spaces = dict.fromkeys(edit.space for trial in whole for edit in trial.choice)
+    groups = {name: [t for t in whole if {edit.space for edit in t.choice} == {name}] for name in spaces}
     if len(spaces) > 1:
         groups[TOGETHER] = whole
     curves = []

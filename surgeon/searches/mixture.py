@@ -315,19 +315,18 @@ class Proposal:
     choice: Choice
     level: float | None = None
 
+    @property
+    def program(self) -> Program:
+        return Program.parse(self.key)
 
-@dataclass(frozen=True)
-class Trial:
-    """A finished trial.
+
+@dataclass(frozen=True, kw_only=True)
+class Trial(Proposal):
+    """A proposal that was measured.
 
     Attributes:
         number: its place in the order in which trials were asked for.
     """
 
     number: int
-    proposal: Proposal
     measured: Quality
-
-    @property
-    def program(self) -> Program:
-        return Program.parse(self.proposal.key)

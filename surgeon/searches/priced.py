@@ -150,12 +150,12 @@ class PricedQuestion:
         if self.settings.draft is not None:
             best: dict[float | None, float] = {}
             for trial in trials:
-                level = trial.proposal.level
+                level = trial.level
                 best[level] = min(best.get(level, math.inf), self.cost(trial))
             return near_the_best(goals, best, total)
         if not self.along or not self.settings.of_quality:
             return evenly(goals, trials, total)
-        good = {trial.proposal.level for trial in trials if not any(self.lacks_of_quality(trial.measured))}
+        good = {trial.level for trial in trials if not any(self.lacks_of_quality(trial.measured))}
         limited = [limit for limit in self.settings.limits if limit.aspect.is_priced and limit not in self._kept]
         most = [limit.most(self.pricing.dense[limit.aspect]) for limit in limited[:1]]
         wanted = [place for place, goal in enumerate(goals) if goal.level in most]

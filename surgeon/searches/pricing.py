@@ -26,11 +26,10 @@ from surgeon.cost.workload import Workload
 from surgeon.language.program import Fork, Node, Program, Step
 from surgeon.language.sublayer import FEED_FORWARD, Sublayer
 from surgeon.memory import show_size
-from surgeon.models.shapes import ModelShapes
 from surgeon.opened import Model
 from surgeon.runtime.batching.windows import BLOCK_TOKENS
 from surgeon.runtime.plan.memory import footprint
-from surgeon.runtime.plan.placement import Group, assigned_branches, work_of
+from surgeon.runtime.plan.placement import Group, Work, assigned_branches, work_of
 from surgeon.runtime.plan.specification import Plan
 from surgeon.searches.mixture import Trial
 from surgeon.searches.quantities import HERE, Aspect, Limit
@@ -142,7 +141,14 @@ class Pricing:
         )
 
     def sent_bytes(self, program: Program) -> float:
-        return self._sum("wire_bytes", program, lambda part: _sent_bytes(self.model.shapes, self._plan(part)))
+        """Count the bytes that rank 0 gives to collectives for one token, without those of embedding and head."""
+
+        def sent(part: Program) -> float:
+            plan = self._plan(part)
+            ranks = RankWork(plan, self.model.shapes, lambda _: plan.low_rank != "replicate")
+            return plan.dtype_bytes * _sent(ranks, part.nodes, tuple(range(plan.ranks)), iter(work_of(plan, 0)))
+
+        return self._sum("wire_bytes", program, sent)
 
     def pass_seconds(self, program: Program, on: str) -> float:
         """Predict what a pass takes that drafts a token of every text."""
@@ -150,7 +156,7 @@ class Pricing:
 
     def slowness(self, program: Program, on: str) -> float:
         """Predict the time of a token in parts of the unedited model's."""
-        return self.seconds(program, on) / self._dense_seconds[on]
+        return self.seconds(program, on) / self.seconds(self.model.program, on)
 
     def drafting(self, on: str) -> DraftPrices:
         if on not in self._drafting:
@@ -256,11 +262,6 @@ class Pricing:
         return plan_on_paper(self.model.shapes, program, deployment.ranks, tokens, dtype, *ways)
 
     @cached_property
-    def _dense_seconds(self) -> dict[str, float]:
-        timed = {aspect.on for aspect in self.aspects if aspect.on is not None}
-        return {on: self.seconds(self.model.program, on) for on in timed}
-
-    @cached_property
     def stored_bytes(self) -> int:
         return self._plan(_ONE, self.model.shapes.dtype).dtype_bytes
 
@@ -300,23 +301,17 @@ def _stretches(nodes: tuple[Node, ...]) -> Iterator[tuple[Node, ...]]:
         yield tuple(found)
 
 
-def _sent_bytes(shapes: ModelShapes, plan: Plan) -> float:
-    """Bytes that rank 0 gives to collectives for one token, without those of embedding and head, as ranks count it."""
-    work = iter(work_of(plan, 0))
-    ranks = RankWork(plan, shapes, lambda _: plan.low_rank != "replicate")
-
-    def sent(nodes: tuple[Node, ...], group: Group) -> int:
-        total = 0
-        for node in nodes:
-            whole = True
-            if isinstance(node, Fork):
-                branches, inner = assigned_branches(node, 0, group)
-                total += sum(sent(branch, inner) for branch in branches)
-            else:
-                mine = next(work)
-                whole = mine.whole
-                total += sum(item.width for item in ranks.items(mine, Forward(1, 1)) if isinstance(item, Sent))
-            total += ranks.reduced(node, whole) if len(group) > 1 else 0
-        return total
-
-    return plan.dtype_bytes * sent(Program.parse(plan.program).nodes, tuple(range(plan.ranks)))
+def _sent(ranks: RankWork, nodes: tuple[Node, ...], group: Group, work: Iterator[Work]) -> int:
+    """Numbers that rank 0 gives to collectives of a group that runs some nodes."""
+    total = 0
+    for node in nodes:
+        whole = True
+        if isinstance(node, Fork):
+            branches, inner = assigned_branches(node, 0, group)
+            total += sum(_sent(ranks, branch, inner, work) for branch in branches)
+        else:
+            mine = next(work)
+            whole = mine.whole
+            total += sum(item.width for item in ranks.items(mine, Forward(1, 1)) if isinstance(item, Sent))
+        total += ranks.reduced(node, whole) if len(group) > 1 else 0
+    return total

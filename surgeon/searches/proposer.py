@@ -69,7 +69,7 @@ class Goal:
 
 def evenly(goals: Sequence[Goal], trials: Sequence[Trial], total: int) -> list[int]:
     """Share out trials among goals: the same in the end, those with the fewest so far first."""
-    had = [sum(trial.proposal.level == goal.level for trial in trials) for goal in goals]
+    had = [sum(trial.level == goal.level for trial in trials) for goal in goals]
     counts = [0] * len(goals)
     for _ in range(total):
         fewest = min(range(len(goals)), key=lambda place: (had[place] + counts[place], place))
@@ -147,7 +147,7 @@ class Proposer:
     def next_round(self, trials: Sequence[Trial], counts: Sequence[int], running: Iterable[str] = ()) -> list[Proposal]:
         """After some trials: for every goal so many choices that were not tried; fewer if there are no more."""
         surrogate = self.surrogate(trials)
-        tried = {trial.proposal.key for trial in trials}.union(running)
+        tried = {trial.key for trial in trials}.union(running)
         found: dict[str, Proposal] = {}
         for goal, count in zip(self.goals, counts, strict=True):
             if count:
@@ -156,17 +156,17 @@ class Proposer:
         return [*found.values()]
 
     def surrogate(self, trials: Sequence[Trial]) -> Surrogate:
-        known = [trial for trial in trials if self.knows(trial.proposal.choice)]
+        known = [trial for trial in trials if self.knows(trial.choice)]
         finite = [trial for trial in known if math.isfinite(trial.measured.divergence)]
         by_level: dict[float | None, float] = {}
         for trial in finite:
-            level = trial.proposal.level
+            level = trial.level
             divergence = trial.measured.divergence
             by_level[level] = min(by_level.get(level, math.inf), divergence)
         useful = {
-            trial.proposal.choice: trial.measured.divergence
+            trial.choice: trial.measured.divergence
             for trial in finite
-            if trial.measured.divergence <= _HOPELESS * max(by_level[trial.proposal.level], 1e-6)
+            if trial.measured.divergence <= _HOPELESS * max(by_level[trial.level], 1e-6)
         }
         values = self._taught | useful
         return Surrogate.fit(self.terms.damage, [*map(self._numbers, values)], [*values.values()])
@@ -207,7 +207,7 @@ class Proposer:
         numbers = [self._numbers(choice) for choice in fresh]
         mean = np.array([surrogate.corrected.of(one) for one in numbers])
         deviation = surrogate.uncertainty(numbers)
-        own = [trial.measured for trial in trials if self.meets(trial.proposal.choice, goal)]
+        own = [trial.measured for trial in trials if self.meets(trial.choice, goal)]
         if self.sure is not None and len(own) >= _UNSURE:
             least = min((measured.divergence for measured in own if measured.whole), default=math.inf)
             possible = np.flatnonzero(mean - self.sure * deviation <= least)
@@ -290,10 +290,10 @@ class Proposer:
 
     def _near_the_best(self, goal: Goal, trials: Sequence[Trial], damage: Damage) -> list[Choice]:
         """The best trials of a goal, each with one edit moved anywhere, or a damaging one dropped."""
-        own = [t for t in trials if self.knows(t.proposal.choice) and self.meets(t.proposal.choice, goal)]
+        own = [t for t in trials if self.knows(t.choice) and self.meets(t.choice, goal)]
         found: list[Choice] = []
         for trial in sorted(own, key=self.value)[:_TOP]:
-            choice = trial.proposal.choice
+            choice = trial.choice
             for edit in choice:
                 rest = tuple(other for other in choice if other != edit)
                 found += [rest] if rest else []

@@ -70,10 +70,10 @@ def trials_table(question: PricedQuestion, trials: Sequence[Trial]) -> pd.DataFr
     """One row per trial, in order: its edits, costs, quality and program."""
     rows = []
     for trial in trials:
-        level = trial.proposal.level
+        level = trial.level
         row = {
             "trial": trial.number,
-            "source": trial.proposal.source,
+            "source": trial.source,
             "level": math.nan if level is None else level,
             "edits": _edits(trial),
             **{str(aspect): aspect.natural(question.price(aspect, trial)) for aspect in _priced(question)},
@@ -82,7 +82,7 @@ def trials_table(question: PricedQuestion, trials: Sequence[Trial]) -> pd.DataFr
             "whole": trial.measured.whole,
             "within": trial.measured.whole and question.is_met(trial),
             **trial.measured.more,
-            "program": trial.proposal.key,
+            "program": trial.key,
         }
         rows.append(row)
     return pd.DataFrame(rows)
@@ -129,7 +129,7 @@ def write_front(
         values = {str(one): one.natural(cost) for one, cost in zip(question.traded, costs, strict=True)}
         lines = [f"# Point {number} of {len(front)} of a Pareto front: trial {trial.number}."]
         lines += [f"# {one} {value:.5g}" for one, value in values.items()]
-        lines.append(mixture.recipe(trial.proposal.choice, model, model_hash).to_yaml())
+        lines.append(mixture.recipe(trial.choice, model, model_hash).to_yaml())
         write_text(folder / name, "\n".join(lines))
         row = {
             "point": number,
@@ -138,9 +138,9 @@ def write_front(
             "depth": trial.program.effective_depth(per_layer),
             **_quality(trial.measured),
             "within": question.is_met(trial),
-            "source": trial.proposal.source,
+            "source": trial.source,
             "edits": _edits(trial),
-            "program": trial.proposal.key,
+            "program": trial.key,
             "recipe": name,
         }
         rows.append(row)
@@ -182,7 +182,7 @@ def _priced(question: PricedQuestion) -> list[Aspect]:
 
 
 def _edits(trial: Trial) -> str:
-    return "; ".join(map(str, trial.proposal.choice))
+    return "; ".join(map(str, trial.choice))
 
 
 def _quality(measured: Quality) -> dict[str, float]:
@@ -214,7 +214,7 @@ def commented(recipe: Recipe, question: PricedQuestion, winner: Winner, record: 
     high = measured.divergence_high
     lines = [
         f"Found by: {record['command']}",
-        f"{winner.why}: trial {trial.number} of {record['trials']}, {trial.proposal.source}.",
+        f"{winner.why}: trial {trial.number} of {record['trials']}, {trial.source}.",
         f"On {measured.tokens:,} tokens:",
         f"divergence {measured.divergence:.4g} nats per token,",
         *([f"its 95% interval {low:.4g} to {high:.4g},"] if math.isfinite(high) else []),
@@ -269,7 +269,7 @@ def found_json(question: PricedQuestion, winner: Winner, curves: Sequence[Qualit
     """Record the findings as JSON values; None for what is not finite."""
     trial = winner.trial
     more = winner.trial.measured.more
-    best = {"trial": trial.number, "why": winner.why, "program": trial.proposal.key}
+    best = {"trial": trial.number, "why": winner.why, "program": trial.key}
     found: dict[str, Any] = {
         "best": best | quality_json(trial.measured) | finite(more),
         "original": quality_json(question.original) | finite(question.original.more),

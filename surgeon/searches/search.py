@@ -22,7 +22,6 @@ from optuna.trial import FrozenTrial, TrialState
 
 from surgeon.errors import did_you_mean
 from surgeon.findings.edit import SOURCES, Choice
-from surgeon.language.program import Program
 from surgeon.quality.summary import Quality
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.known import Known
@@ -103,11 +102,11 @@ class Search:
             running: keys of running trials, which count as tried.
             skipped: proposals to leave to others who ask at the same moment, where there are more.
         """
-        tried = {trial.proposal.key for trial in finished} | set(running)
+        tried = {trial.key for trial in finished} | set(running)
         first = [proposal for proposal in self._first_round if proposal.key not in tried]
         if first:
             return first[skipped % len(first)]
-        made_of = [(trial.number, trial.proposal.key) for trial in finished]
+        made_of = [(trial.number, trial.key) for trial in finished]
         if self._round[0] != made_of:
             self._round = made_of, self._next_round(finished)
         found = self._round[1]
@@ -140,7 +139,7 @@ class Search:
             share = BATCH - BATCH // 2 * bool(others)
             if name != MIXTURE and others:
                 share = max(1, BATCH // 2 // others)
-            trials = [trial for trial in finished if proposer.knows(trial.proposal.choice)]
+            trials = [trial for trial in finished if proposer.knows(trial.choice)]
             counts = self.question.shared_out(proposer.goals, trials, share)
             made = proposer.next_round(trials, counts, running)
             if not made:  # these goals are tried out; others may not be
@@ -166,11 +165,11 @@ class Search:
             if MEASURED in stored.user_attrs:
                 read = _rounded(json.loads(measured))
                 windows = {name: tuple(own) for name, own in read.pop("windows").items()}
-                found = self.question.valued(Program.parse(proposal.key), Quality(**read, windows=windows))
+                found = self.question.valued(proposal.program, Quality(**read, windows=windows))
             else:
                 value = stored.values[0] if stored.values else math.inf
                 found = Quality(value, divergence=value)
-            self._trials[known] = Trial(number, proposal, found)
+            self._trials[known] = Trial(**vars(proposal), number=number, measured=found)
         return self._trials[known]
 
     def finished(self, stored: Sequence[FrozenTrial]) -> list[Trial]:
@@ -199,7 +198,8 @@ class Search:
             before = self.evaluator.sublayers
             measured = self.measure(proposal, earlier, races=proposal.source in SOURCES)
             ran = self.evaluator.sublayers - before
-        constraints = self.constraints(proposal, measured)
+        tried = Trial(**vars(proposal), number=trial.number, measured=measured)
+        constraints = self.constraints(tried)
         attributes = {
             PROGRAM: proposal.key,
             EDITS: "; ".join(map(str, proposal.choice)),
@@ -211,7 +211,7 @@ class Search:
             trial.set_user_attr(name, value)
         for name, amount in constraints.items():
             trial.set_constraint(name, amount)
-        costs = self.costs(proposal, measured)
+        costs = self.costs(tried)
         if is_numbered and any(constraints.values()):
             return _OUTSIDE + math.fsum(constraints.values())
         if len(costs) > 1:
@@ -223,8 +223,8 @@ class Search:
 
     def measure(self, proposal: Proposal, earlier: Sequence[Trial], races: bool = True) -> Quality:
         """Measure a proposal against the best of its kind so far, unless it is known."""
-        program = Program.parse(proposal.key)
-        same = next((one.measured for one in earlier if one.proposal.key == proposal.key and one.measured.whole), None)
+        program = proposal.program
+        same = next((one.measured for one in earlier if one.key == proposal.key and one.measured.whole), None)
         passed = self.known.measured(program)
         drafting = self.question.drafting
         if passed is not None and (drafting is None or passed.knows(drafting.by)):
@@ -234,21 +234,20 @@ class Search:
             same = self.evaluator.measure([program], None if rival is None else rival.measured)[program]
         return self.question.valued(program, same)
 
-    def costs(self, proposal: Proposal, measured: Quality) -> list[float]:
+    def costs(self, trial: Trial) -> list[float]:
         """A trial's values in a study, by `question.settings.recorded`; infinite ones are as bad as can be."""
-        found = self.question.pricing.costs(self.question.settings.recorded, Trial(0, proposal, measured))
+        found = self.question.pricing.costs(self.question.settings.recorded, trial)
         return [cost if math.isfinite(cost) else _WORST_COST for cost in found]
 
-    def constraints(self, proposal: Proposal, measured: Quality) -> dict[str, float]:
+    def constraints(self, trial: Trial) -> dict[str, float]:
         """A trial's shortfalls, by the limits' texts."""
         question = self.question
-        program = Program.parse(proposal.key)
         found = {}
         for limit in sorted(question.settings.limits, key=lambda limit: not limit.aspect.is_priced):
             if limit.aspect.is_priced:
-                (short,) = question.pricing.shortfalls([limit], program)
+                (short,) = question.pricing.shortfalls([limit], trial.program)
             else:
-                short = limit.lack(measured, question.original)
+                short = limit.lack(trial.measured, question.original)
             found[str(limit)] = min(short, _WORST)
         return found
 
@@ -264,8 +263,8 @@ class Search:
             trial
             for trial in earlier
             if trial.measured.whole
-            and trial.proposal.level == proposal.level
-            and kind in (MIXTURE, self._space_of(trial.proposal.choice))
+            and trial.level == proposal.level
+            and kind in (MIXTURE, self._space_of(trial.choice))
         ]
         return min(same, key=lambda trial: (trial.measured.divergence, trial.number), default=None)
 
@@ -357,7 +356,7 @@ class SurgerySampler(BaseSampler):
             self.is_exhausted = proposal is None
             if proposal is None:
                 best = min(finished, key=lambda one: (one.measured.divergence, one.number), default=None)
-                proposal = Proposal("", "", ()) if best is None else best.proposal
+                proposal = best or Proposal("", "", ())
             for name, value in ((PROGRAM, proposal.key), (SOURCE, proposal.source), (LEVEL, proposal.level)):
                 study._storage.set_trial_user_attr(trial._trial_id, name, value)  # as Optuna's samplers keep theirs
         return self.search.question.mixture.values(proposal.choice)

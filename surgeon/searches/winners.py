@@ -14,13 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from surgeon.findings.edit import Choice
 from surgeon.findings.trials import DRAFT_TIME
 from surgeon.language.program import Program
 from surgeon.processes.files import finite
-from surgeon.quality.summary import ACCEPTANCES, CONFIDENCE, Quality, interval
+from surgeon.quality.summary import ACCEPTANCES, CONFIDENCE, Quality, Values, interval
 from surgeon.searches.front import QualityCurve, pareto_front
 from surgeon.searches.mixture import Mixture, Trial
 from surgeon.searches.priced import PricedQuestion
@@ -66,7 +65,7 @@ class Finalist:
             known = {"difference": self.difference, "low": self.low, "high": self.high, "verdict": self.verdict}
             found = finite(known)
         qualities = {"seen": quality_json(self.trial.measured), "unseen": quality_json(self.unseen)}
-        return found | {"trial": self.trial.number, "program": self.trial.proposal.key} | qualities
+        return found | {"trial": self.trial.number, "program": self.trial.key} | qualities
 
 
 @dataclass(frozen=True)
@@ -184,7 +183,7 @@ class HealedFinalists:
         candidates = [
             {
                 "trial": one.trial.number,
-                "program": one.trial.proposal.key,
+                "program": one.trial.key,
                 "before": quality_json(one.unseen),
                 "after": quality_json(healed[one.trial.number]),
             }
@@ -213,7 +212,7 @@ def compare(
     return HeldOutComparison(by, first, tuple(runners_up), original)
 
 
-def _windows(measured: Quality, by: Measured) -> NDArray[np.float64]:
+def _windows(measured: Quality, by: Measured) -> Values:
     assert measured.whole, "finalists are measured on all of the held-out text"
     if by == "perplexity":
         return measured.by_window("nll")
@@ -322,7 +321,7 @@ def ranked(question: PricedQuestion, trials: Sequence[Trial]) -> list[Trial]:
         )
     best: dict[str, Trial] = {}
     for trial in sorted(finite, key=lambda trial: (question.cost(trial), trial.measured.divergence, trial.number)):
-        best.setdefault(trial.proposal.key, trial)
+        best.setdefault(trial.key, trial)
     return [*best.values()]
 
 

@@ -22,7 +22,7 @@ from surgeon.searches.front import (
     pareto_front,
     quality_curves,
 )
-from surgeon.searches.mixture import Proposal, Trial
+from surgeon.searches.mixture import Trial
 from surgeon.searches.priced import PricedQuestion
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.quantities import DEPTH, Aspect
@@ -39,7 +39,7 @@ PRICING = Pricing(EIGHT, (Aspect("depth"),), Deployment(2), Workload(1, 5, 4))
 def trial(number: int, choice: tuple[Edit, ...], divergences: list[float], whole: bool = True) -> Trial:
     mean = float(np.mean(divergences))
     measured = Quality(9.0, divergence=mean, windows={"divergence": tuple(divergences)}, whole=whole)
-    return Trial(number, Proposal(str(MIXTURE.program(choice)), "window", choice), measured)
+    return Trial(str(MIXTURE.program(choice)), "window", choice, number=number, measured=measured)
 
 
 def pairs(*first: int) -> tuple[Edit, ...]:
@@ -144,7 +144,7 @@ def test_files_of_a_front(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "front").iterdir()) == [f"0{n}-recipe.yaml" for n in (1, 2, 3)]
     for point, name in zip(front, table["recipe"], strict=True):
         recipe = read_recipe(tmp_path / name)
-        assert str(recipe.program(8, shapes=EIGHT.shapes.layer_shapes)) == point.proposal.key
+        assert str(recipe.program(8, shapes=EIGHT.shapes.layer_shapes)) == point.key
         assert recipe.weights == "0" * 64
 
 

@@ -20,7 +20,7 @@ from surgeon.quality.summary import Quality
 from surgeon.runtime.comm.link import Link
 from surgeon.searches import here
 from surgeon.searches.here import TimeHere, fast_enough_here, measured_here, missed_here
-from surgeon.searches.mixture import Proposal, Trial
+from surgeon.searches.mixture import Trial
 from surgeon.searches.quantities import HERE, parse_limits
 from surgeon.searches.question import Question
 from tests.tiny_models import tiny_model
@@ -83,7 +83,7 @@ TEXTS = ["[A0 A1] [F0 F1] A2 F2 A3 F3", "A0 F0 [A1 A2] [F1 F2] A3 F3", "A0 F0 A1
 
 def trial(number: int) -> Trial:
     measured = Quality(9, divergence=0.1 * number)
-    return Trial(number, Proposal(TEXTS[number], "window", ()), measured)
+    return Trial(TEXTS[number], "window", (), number=number, measured=measured)
 
 
 def test_every_candidate_keeps_its_limits_of_time_here(

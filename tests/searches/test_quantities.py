@@ -11,7 +11,7 @@ from surgeon.cost.deployment import Deployment
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.quality.summary import Quality
-from surgeon.searches.mixture import Proposal, Trial
+from surgeon.searches.mixture import Trial
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.quantities import Aspect, parse_objectives
 from tests.cost.examples import hardware, model
@@ -46,7 +46,7 @@ def test_less_is_better_of_all() -> None:
 def test_what_is_not_known_is_never_best() -> None:
     objectives = parse_objectives("divergence,depth")
     assert pricing("depth").cost(objectives[0], PROGRAM, replace(MEASURED, divergence=math.nan)) == math.inf
-    trial = Trial(3, Proposal(str(PROGRAM), "window", ()), MEASURED)
+    trial = Trial(str(PROGRAM), "window", (), number=3, measured=MEASURED)
     assert pricing("depth").costs(objectives, trial) == (0.03, 3)
 
 

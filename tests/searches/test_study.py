@@ -64,7 +64,7 @@ def ended(address: str, folder: Path, *lefts: int, seconds: float = 0.0) -> list
 
 def rows(address: str, folder: Path) -> list[tuple[int, str, float]]:
     searching, study = opened(address, folder)
-    return [(one.number, one.proposal.key, one.measured.divergence) for one in searching.finished(study.trials)]
+    return [(one.number, one.key, one.measured.divergence) for one in searching.finished(study.trials)]
 
 
 def test_killed_and_begun_again_one_worker_ends_with_the_same_trials(address: str, tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -39,7 +38,7 @@ from surgeon.language.sublayer import FEED_FORWARD, Sublayer
 from surgeon.models.weights import FactorSource, TruncatedSVD
 from surgeon.processes.journal import Journal, read_journal
 from surgeon.quality.head import ByWindow, OutputHead, ReferencePredictions, TextReferences, one_after_the_other
-from surgeon.quality.summary import ACCEPTANCES
+from surgeon.quality.summary import ACCEPTANCES, Values
 
 _AT_ONCE = -1  # the turn of a task that needs no weights
 
@@ -370,7 +369,7 @@ class ProgramJournal(Journal):
         self.folder = folder
         self.windows = windows
         self._wanted = [_DONE, -1] if sampled else [_DONE]
-        self._values: dict[str, NDArray[np.float64]] = {}
+        self._values: dict[str, Values] = {}
         super().__init__(folder / name, work, identity)
 
     def add_new(self, measured: Iterable[MeasuredWindows], windows: Sequence[int]) -> None:
@@ -385,10 +384,10 @@ class ProgramJournal(Journal):
         values = self._values.get(str(program))
         return values is not None and not np.isnan(values[self._wanted][:, list(windows)]).any()
 
-    def acceptances(self, program: Program, windows: Sequence[int]) -> NDArray[np.float64]:
+    def acceptances(self, program: Program, windows: Sequence[int]) -> Values:
         return self._values[str(program)][_ACCEPTED, list(windows)]
 
-    def values(self, program: Program, windows: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def values(self, program: Program, windows: Sequence[int]) -> tuple[Values, Values]:
         """Negative log-likelihood and divergence of a program on windows it was measured on, each (windows,)."""
         nll, divergence, done, *_ = self._values[str(program)][:, list(windows)]
         assert not np.isnan(done).any(), "asked for a program on windows that it was not measured on"
@@ -398,7 +397,7 @@ class ProgramJournal(Journal):
         take_program(line, self._values, self.windows)
 
 
-def take_program(line: Any, values: dict[str, NDArray[np.float64]], windows: int) -> None:
+def take_program(line: Any, values: dict[str, Values], windows: int) -> None:
     """Take in a line about a program.
 
     Rows of its nll, its divergence, 1 where it was measured, else NaN, and its acceptances, NaN where there are none.
@@ -411,12 +410,12 @@ def take_program(line: Any, values: dict[str, NDArray[np.float64]], windows: int
         found[row, here] = line.get(name, np.nan)
 
 
-def read_programs(path: Path, work: str) -> tuple[dict[str, Any], dict[str, NDArray[np.float64]]]:
+def read_programs(path: Path, work: str) -> tuple[dict[str, Any], dict[str, Values]]:
     """Read a journal's identity, and its numbers by the programs' texts, as `take_program` has them."""
     identity, lines = read_journal(path, work)
     try:
         windows = identity["tokens"] // identity["window"]
-        values: dict[str, NDArray[np.float64]] = {}
+        values: dict[str, Values] = {}
         for line in lines:
             if "program" in line:
                 take_program(line, values, windows)

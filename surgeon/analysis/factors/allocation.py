@@ -17,16 +17,15 @@ from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from surgeon.analysis.factors.matrices import Matrix
 from surgeon.errors import did_you_mean
 from surgeon.language.operations.lowrank import rank_for, saves
 from surgeon.language.sublayer import WRITING
+from surgeon.quality.summary import Values
 
 Allocation = Literal["uniform", "energy", "damage"]
 Ranks = dict[Matrix, int | None]  # None: the matrix stays whole
-Values = NDArray[np.float64]
 _STEPS = 1000  # of the share that uniform and energy allocations try
 _LEAST = 1e-12  # nats: measured damage below this, or below 0, is noise
 

@@ -12,9 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -28,6 +26,7 @@ from surgeon.language.sublayer import Sublayer
 from surgeon.models.edited_layers import ModelMachine
 from surgeon.models.weights import FactorSource
 from surgeon.quality.head import OutputHead, joined
+from surgeon.quality.summary import Values
 
 Renaming = Callable[[Sublayer], Sublayer]
 Seen = Callable[..., None]  # gets a matrix and its inputs, (..., in); of experts, too, who is sent to which (EXPERTS)
@@ -127,11 +126,11 @@ class ReferenceText:
         self.head = OutputHead(model)
         self.predictions = [self.head.reference(stream, ids) for ids, stream in run.rest()]
 
-    def nll(self) -> NDArray[np.float64]:
+    def nll(self) -> Values:
         """Its own negative log-likelihood, (windows,), nats per token."""
         return joined([known.quality for known in self.predictions])[0]
 
-    def quality(self, run: ProgramRun) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def quality(self, run: ProgramRun) -> tuple[Values, Values]:
         """Negative log-likelihood of another, and its divergence from this one, (windows,) each, nats per token."""
         parts = zip(run.rest(), self.predictions, strict=True)
         return joined([self.head.compare(stream, known) for (_, stream), known in parts])
