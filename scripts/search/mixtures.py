@@ -27,10 +27,9 @@ from surgeon.quality.summary import Quality
 from surgeon.runtime.comm.link import parse_link
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.mixture import Mixture, Trial
-from surgeon.searches.priced import PricedQuestion
 from surgeon.searches.pricing import Pricing, open_pricing
 from surgeon.searches.quantities import Aspect
-from surgeon.searches.question import Question
+from surgeon.searches.question import PricedQuestion, Question
 from surgeon.searches.search import Search
 from surgeon.searches.spaces import parse_spaces
 from surgeon.searches.terms import Terms, TermsPlan, measure_terms

@@ -31,10 +31,9 @@ from surgeon.findings.edit import ADDITIVE, Choice
 from surgeon.language.program import Program
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.mixture import Mixture, Trial
-from surgeon.searches.priced import PricedQuestion
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.quantities import DEPTH
-from surgeon.searches.question import Question
+from surgeon.searches.question import PricedQuestion, Question
 from surgeon.searches.search import Search
 from surgeon.searches.spaces import parse_spaces
 from surgeon.searches.terms import Terms, TermsPlan, measure_terms

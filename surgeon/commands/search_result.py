@@ -27,7 +27,7 @@ from surgeon.searches.drafting import DraftValue, FoundDraft, by_verified_keys
 from surgeon.searches.front import quality_curves
 from surgeon.searches.here import drafts_here, fast_enough_here
 from surgeon.searches.mixture import Trial
-from surgeon.searches.priced import PricedQuestion
+from surgeon.searches.question import PricedQuestion
 from surgeon.searches.results import (
     SearchWork,
     Winner,

@@ -22,9 +22,8 @@ from surgeon.quality.summary import Quality
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.known import Known, measured_ranks, open_factors, read_known
 from surgeon.searches.mixture import Mixture
-from surgeon.searches.priced import PricedQuestion, priced
 from surgeon.searches.pricing import Pricing
-from surgeon.searches.question import Question
+from surgeon.searches.question import PricedQuestion, Question, priced
 
 Using = str | Path | RunResult | Sequence[str | Path | RunResult]
 

@@ -39,7 +39,7 @@ from surgeon.cost.hardware import (
     parse_hardware,
     write_hardware,
 )
-from surgeon.cost.passes import PredictedRanks
+from surgeon.cost.predict import PredictedRanks
 from surgeon.cost.work import Forward, RankWork
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program

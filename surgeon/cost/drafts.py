@@ -14,9 +14,8 @@ from functools import cached_property
 
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.hardware import Hardware
-from surgeon.cost.passes import PredictedRanks
 from surgeon.cost.plans import plan_on_paper, room
-from surgeon.cost.predict import Prediction, mean_decode, predict
+from surgeon.cost.predict import PredictedRanks, Prediction, mean_decode, predict
 from surgeon.cost.sweep import MS, SweepCell, explain_memory
 from surgeon.cost.work import Forward
 from surgeon.cost.workload import Workload

@@ -25,9 +25,8 @@ from surgeon.runtime.comm.link import Link, parse_link
 from surgeon.runtime.worker.options import RankOptions, choose_device
 from surgeon.runtime.worker.ranks import Ranks
 from surgeon.searches.mixture import Trial
-from surgeon.searches.priced import PricedQuestion
 from surgeon.searches.quantities import HERE, Limit, show_seconds
-from surgeon.searches.question import Question
+from surgeon.searches.question import PricedQuestion, Question
 from surgeon.searches.winners import RUNNERS_UP
 from surgeon.searches.workers import say_aside
 

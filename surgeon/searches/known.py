@@ -44,8 +44,8 @@ from surgeon.quality.data import Windows
 from surgeon.quality.summary import ACCEPTANCES, Quality, mean_divergence, quality_of
 from surgeon.searches.mixture import Mixture, Trial
 from surgeon.searches.optimise import Counts, Numbers
-from surgeon.searches.priced import PricedQuestion
 from surgeon.searches.proposer import Proposer
+from surgeon.searches.question import PricedQuestion
 from surgeon.searches.spaces.rank import LowRanks, MatrixRanks, MeasuredRanks
 from surgeon.searches.terms import Terms, TermsPlan
 

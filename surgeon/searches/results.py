@@ -22,8 +22,8 @@ from surgeon.quality.summary import ACCEPTANCES, Quality
 from surgeon.searches.drafting import FoundDraft
 from surgeon.searches.front import QualityCurve
 from surgeon.searches.mixture import Trial
-from surgeon.searches.priced import PricedQuestion
 from surgeon.searches.quantities import DEPTH, Aspect, Limit
+from surgeon.searches.question import PricedQuestion
 from surgeon.searches.search import SUBLAYERS
 from surgeon.searches.terms import Terms
 from surgeon.searches.winners import HealedFinalists, HeldOutComparison, quality_json

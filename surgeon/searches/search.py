@@ -26,10 +26,9 @@ from surgeon.quality.summary import Quality
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.known import Known
 from surgeon.searches.mixture import Proposal, Trial
-from surgeon.searches.priced import PricedQuestion
 from surgeon.searches.proposer import Proposer
 from surgeon.searches.quantities import DIVERGENCE
-from surgeon.searches.question import SURGEON
+from surgeon.searches.question import SURGEON, PricedQuestion
 from surgeon.searches.terms import Terms, TermsPlan, measure_terms
 
 BATCH = 8  # proposals that are made of the same knowledge, and measured together

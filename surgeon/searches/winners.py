@@ -22,8 +22,8 @@ from surgeon.processes.files import finite
 from surgeon.quality.summary import ACCEPTANCES, CONFIDENCE, Quality, Values, interval
 from surgeon.searches.front import QualityCurve, pareto_front
 from surgeon.searches.mixture import Mixture, Trial
-from surgeon.searches.priced import PricedQuestion
 from surgeon.searches.quantities import DRAFT, Aspect
+from surgeon.searches.question import PricedQuestion
 from surgeon.words import in_words, listed
 
 Measured = Literal["divergence", "perplexity", "draft_time"]

@@ -29,9 +29,8 @@ from surgeon.cost.calibrate import (
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.hardware import Hardware, parse_hardware
 from surgeon.cost.kernels import Numbers, RankSpeed
-from surgeon.cost.passes import PredictedRanks
 from surgeon.cost.plans import plan_on_paper
-from surgeon.cost.predict import predict
+from surgeon.cost.predict import PredictedRanks, predict
 from surgeon.cost.work import Forward
 from surgeon.cost.workload import Workload
 from surgeon.language.operations import fuse_attention_mlp, ladder, pair

@@ -18,7 +18,7 @@ from surgeon.benchmarks.drafting import DecodedTexts, MeasuredDrafts
 from surgeon.commands.on_ranks import draft_program
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.drafts import predict_drafting
-from surgeon.cost.passes import PredictedRanks
+from surgeon.cost.predict import PredictedRanks
 from surgeon.cost.work import Forward
 from surgeon.cost.workload import Workload
 from surgeon.findings.edit import Edit
@@ -37,11 +37,10 @@ from surgeon.runtime.plan.drafts import with_draft
 from surgeon.searches.drafting import DraftValue, FoundDraft, by_verified_keys, draft_obstacle
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.mixture import Mixture
-from surgeon.searches.priced import PricedQuestion
 from surgeon.searches.pricing import Pricing, _sent_bytes
 from surgeon.searches.proposer import Goal, near_the_best
 from surgeon.searches.quantities import Aspect, parse_objectives
-from surgeon.searches.question import Question
+from surgeon.searches.question import PricedQuestion, Question
 from surgeon.searches.search import Search
 from surgeon.searches.spaces.base import parse_spaces
 from surgeon.searches.terms import Terms

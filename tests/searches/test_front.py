@@ -23,10 +23,9 @@ from surgeon.searches.front import (
     quality_curves,
 )
 from surgeon.searches.mixture import Trial
-from surgeon.searches.priced import PricedQuestion
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.quantities import DEPTH, Aspect
-from surgeon.searches.question import Question
+from surgeon.searches.question import PricedQuestion, Question
 from surgeon.searches.results import quality_table, write_front
 from tests.cost.examples import model
 
