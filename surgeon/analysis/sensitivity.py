@@ -56,29 +56,21 @@ TERMS = (
 )
 
 
-@dataclass(frozen=True)
-class PairTerms:
-    """The terms of equation 12, for one pair of layers (k, k + 1) on one window.
-
-    Attributes:
-        values: by name as in TERMS: `stream_norm`, of the stream after the pair; `update_norm`, |D|;
-            `attention_norm`, |A_{k+1}(x)|; `mlp_norm`, |F_k(u_k)|; the three operator norms; the three terms of the
-            bound and their sum; `first_order`, the size of the error by the Jacobians' products with the actual
-            changes; `error`, the size of the error itself.
-        norms: the operator norms, with their convergence.
-    """
-
-    values: dict[str, float]
-    norms: list[OperatorNorm]
-
-
-def pair_terms(walk: Walk, first: int, passed: LayerPass, lanczos: Lanczos) -> PairTerms:
-    """The terms of the error of an LP pair; to be called within `differentiable`.
+def pair_terms(
+    walk: Walk, first: int, passed: LayerPass, lanczos: Lanczos
+) -> tuple[dict[str, float], list[OperatorNorm]]:
+    """The terms of the error of an LP pair of layers (k, k + 1), equation 12; to be called within `differentiable`.
 
     Args:
         walk: over one window.
         first: layer k.
         passed: its pass over the stream of the unedited model.
+
+    Returns:
+        By name as in TERMS: `stream_norm`, of the stream after the pair; `update_norm`, |D|; `attention_norm`,
+        |A_{k+1}(x)|; `mlp_norm`, |F_k(u_k)|; the three operator norms; the three terms of the bound and their sum;
+        `first_order`, the size of the error by the Jacobians' products with the actual changes; `error`, its size.
+        And the operator norms, with their convergence.
     """
     following = first + 1
     x = passed.before
@@ -117,12 +109,7 @@ def pair_terms(walk: Walk, first: int, passed: LayerPass, lanczos: Lanczos) -> P
     }
     values = {"stream_norm": _norm(in_sequence.after), **sizes, **jacobians, **shifts}
     values |= {"bound": sum(shifts.values()), "first_order": _norm(first_order), "error": _norm(error)}
-    return PairTerms(values, norms)
-
-
-def layer_norm(walk: Walk, layer: int, stream: Tensor, lanczos: Lanczos) -> OperatorNorm:
-    """The operator norm of I + J_f, the Jacobian of a whole layer's map (equation 13); within `differentiable`."""
-    return lanczos.norm(lambda at: walk.layer(layer, at).after, stream)
+    return values, norms
 
 
 def _norm(stream: Tensor) -> float:
@@ -242,12 +229,16 @@ def _compute_terms(subject: Subject, chosen: list[int], lanczos: Lanczos, journa
 
 def _about_layer(walk: Walk, passed: LayerPass, layer: int, num_layers: int, lanczos: Lanczos) -> dict[str, Any]:
     """The terms of equation 12 of the pair that a layer begins, and its factor in equation 13."""
-    terms = pair_terms(walk, layer, passed, lanczos) if layer + 1 < num_layers else None
+    terms = None
+    norms: list[OperatorNorm] = []
+    if layer + 1 < num_layers:
+        terms, norms = pair_terms(walk, layer, passed, lanczos)
     # No pair has the first two layers after it.
-    gain = layer_norm(walk, layer, passed.before, lanczos) if layer > 1 else None
-    norms = [*(terms.norms if terms else []), *([gain] if gain else [])]
+    gain = lanczos.norm(lambda at: walk.layer(layer, at).after, passed.before) if layer > 1 else None
+    if gain is not None:
+        norms = [*norms, gain]
     return {
-        "terms": terms.values if terms else None,
+        "terms": terms,
         "gain": gain.value if gain else None,
         "iterations": max((norm.iterations for norm in norms), default=0),
         "converged": all(norm.converged for norm in norms),

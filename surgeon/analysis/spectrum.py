@@ -48,15 +48,13 @@ class SingularValues:
 
     Attributes:
         size: (out_features, in_features).
-        plain: of W, largest first.
-        whitened: of W S, likewise.
+        values: by method, of W and of W S, largest first.
         factor: how S was made, as in `Whitening.how`.
         input_rank: the rank of S.
     """
 
     size: tuple[int, int]
-    plain: Values
-    whitened: Values
+    values: Mapping[str, Values]
     factor: str
     input_rank: int
 
@@ -97,10 +95,9 @@ class SpectrumJournal(Journal):
             numbers = {name: np.array(line[name], dtype=np.float64) for name in ("nll", "divergence")}
             self.damage[Truncation(matrix, line["method"], line["rank"])] = numbers
             return
-        plain, whitened = (np.array(line[name], dtype=np.float64) for name in ("plain", "whitened"))
+        values = {name: np.array(line[name], dtype=np.float64) for name in METHODS}
         out_features, in_features = line["size"]
-        found = SingularValues((out_features, in_features), plain, whitened, line["factor"], line["input_rank"])
-        self.spectra[matrix] = found
+        self.spectra[matrix] = SingularValues((out_features, in_features), values, line["factor"], line["input_rank"])
 
     def lacks_damage(self, truncations: Iterable[Truncation]) -> bool:
         return any(truncation not in self.damage for truncation in truncations)
@@ -195,7 +192,16 @@ def spectrum(subject: Subject, calibration: Windows, folder: Path, wanted: Spect
         work = _Work(model, program, wanted)
         with SpectrumJournal(folder, identity) as journal:
             work.fill(journal, windows, calibration)
-            return _write(folder, work, journal, windows, record)
+    spectra = {matrix: journal.spectra[matrix] for matrix in work.all}
+    base = journal.base_nll
+    assert base is not None
+    measured = {one: journal.damage[one] for matrix in work.all for one in work.truncations[matrix]}
+    damage = damage_table(measured, spectra, windows.predicted)
+    value = perplexity(base)
+    record |= wanted.to_json() | {"base_perplexity": value, "base_interval": perplexity_interval(base)}
+    curves = curves_of(spectra, measured, wanted.method)
+    found = Spectrum(spectrum_table(spectra), damage, values_table(spectra), value, curves, record=record)
+    return replace(found, files=(*found.write(folder), folder / found.RECORD))
 
 
 class _Work:
@@ -306,23 +312,6 @@ def _whitenings(run: ProgramRun, matrices: list[Matrix]) -> dict[Matrix, Whiteni
     return {matrix: factors[source] for matrix, source in sources.items()}
 
 
-def _write(folder: Path, work: _Work, journal: SpectrumJournal, windows: Windows, record: dict[str, Any]) -> Spectrum:
-    spectra = {matrix: journal.spectra[matrix] for matrix in work.all}
-    matrices = spectrum_table(spectra)
-    values = values_table(spectra)
-    truncations = [truncation for matrix in work.all for truncation in work.truncations[matrix]]
-    base = journal.base_nll
-    assert base is not None
-    measured = {truncation: journal.damage[truncation] for truncation in truncations}
-    damage = damage_table(measured, spectra, windows.predicted)
-    value = perplexity(base)
-    record = record | work.wanted.to_json() | {"base_perplexity": value, "base_interval": perplexity_interval(base)}
-    curves = curves_of(spectra, measured, work.wanted.method)
-    found = Spectrum(matrices, damage, values, value, curves, record=record)
-    files = (*found.write(folder), folder / found.RECORD)
-    return replace(found, files=files)
-
-
 def curves_of(
     spectra: Mapping[Matrix, SingularValues], damage: Mapping[Truncation, ByWindow], method: str
 ) -> tuple[Curve, ...]:
@@ -332,8 +321,7 @@ def curves_of(
         if truncation.method == method:
             measured.setdefault(truncation.matrix, {})[truncation.rank] = float(quality["divergence"].mean())
     return tuple(
-        Curve(matrix, found.size, found.plain if method == "plain" else found.whitened, measured.get(matrix, {}))
-        for matrix, found in spectra.items()
+        Curve(matrix, found.size, found.values[method], measured.get(matrix, {})) for matrix, found in spectra.items()
     )
 
 
@@ -354,7 +342,7 @@ def spectrum_table(spectra: Mapping[Matrix, SingularValues]) -> pd.DataFrame:
         row: dict[str, Any] = {"layer": matrix.layer, "weight": matrix.role}
         row |= {"out_features": out_features, "in_features": in_features, "full_rank": min(found.size)}
         for method, ending in METHODS.items():
-            values = found.plain if method == "plain" else found.whitened
+            values = found.values[method]
             ranks = {percent: energy_rank(values, percent / 100) for percent in PERCENTAGES}
             row |= {f"rank{percent}{ending}": rank for percent, rank in ranks.items()}
             row |= {f"kept{percent}{ending}": kept_parameters(*found.size, rank) for percent, rank in ranks.items()}
@@ -382,7 +370,7 @@ def values_table(spectra: Mapping[Matrix, SingularValues]) -> pd.DataFrame:
     tables = []
     for matrix, found in spectra.items():
         for method in METHODS:
-            values = found.plain if method == "plain" else found.whitened
+            values = found.values[method]
             about = {"layer": matrix.layer, "weight": matrix.role, "method": method, "index": range(len(values))}
             tables.append(pd.DataFrame(about | {"value": values}))
     return pd.concat(tables, ignore_index=True)

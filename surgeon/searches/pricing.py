@@ -26,6 +26,7 @@ from surgeon.cost.workload import Workload
 from surgeon.language.program import Fork, Node, Program, Step
 from surgeon.language.sublayer import FEED_FORWARD, Sublayer
 from surgeon.memory import show_size
+from surgeon.models.shapes import ModelShapes
 from surgeon.opened import Model
 from surgeon.runtime.batching.windows import BLOCK_TOKENS
 from surgeon.runtime.plan.memory import footprint
@@ -141,14 +142,7 @@ class Pricing:
         )
 
     def sent_bytes(self, program: Program) -> float:
-        """Count the bytes that rank 0 gives to collectives for one token, without those of embedding and head."""
-
-        def sent(part: Program) -> float:
-            plan = self._plan(part)
-            ranks = RankWork(plan, self.model.shapes, lambda _: plan.low_rank != "replicate")
-            return plan.dtype_bytes * _sent(ranks, part.nodes, tuple(range(plan.ranks)), iter(work_of(plan, 0)))
-
-        return self._sum("wire_bytes", program, sent)
+        return self._sum("wire_bytes", program, lambda part: _sent_bytes(self.model.shapes, self._plan(part)))
 
     def pass_seconds(self, program: Program, on: str) -> float:
         """Predict what a pass takes that drafts a token of every text."""
@@ -299,6 +293,13 @@ def _stretches(nodes: tuple[Node, ...]) -> Iterator[tuple[Node, ...]]:
         found = [node]
     if found:
         yield tuple(found)
+
+
+def _sent_bytes(shapes: ModelShapes, plan: Plan) -> float:
+    """Count the bytes that rank 0 gives to collectives for one token, without those of embedding and head."""
+    ranks = RankWork(plan, shapes, lambda _: plan.low_rank != "replicate")
+    nodes = Program.parse(plan.program).nodes
+    return plan.dtype_bytes * _sent(ranks, nodes, tuple(range(plan.ranks)), iter(work_of(plan, 0)))
 
 
 def _sent(ranks: RankWork, nodes: tuple[Node, ...], group: Group, work: Iterator[Work]) -> int:

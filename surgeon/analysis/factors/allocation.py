@@ -131,7 +131,7 @@ def allocate(curves: Sequence[Curve], how: Allocation, budget: float, cost: Cost
     if how not in get_args(Allocation):
         raise ValueError(f"there is no allocation {how!r}; {did_you_mean(how, get_args(Allocation))}")
     if how == "damage":
-        return by_damage(curves, budget, cost)[0]
+        return by_damage(curves, budget, cost)
     for step in range(_STEPS, 0, -1):
         share = step / _STEPS
         if how == "uniform":
@@ -144,8 +144,8 @@ def allocate(curves: Sequence[Curve], how: Allocation, budget: float, cost: Cost
     raise _too_small(budget, total_cost(curves, ranks, cost))
 
 
-def by_damage(curves: Sequence[Curve], budget: float, cost: Cost = parameters) -> tuple[Ranks, float]:
-    """The ranks of the least sum of damages, and the multiplier: the damage that the last unit of the budget spares."""
+def by_damage(curves: Sequence[Curve], budget: float, cost: Cost = parameters) -> Ranks:
+    """Find the ranks of the least sum of damages."""
     options: dict[Matrix, list[Option]] = {}
     for curve in curves:
         damage = curve.damage_by_rank()
@@ -162,17 +162,16 @@ def by_damage(curves: Sequence[Curve], budget: float, cost: Cost = parameters) -
         for before, after in pairwise(_hull(options[matrix]))
     ]
     heapq.heapify(steps)
-    multiplier = 0.0
     matrices = list(options)
     while steps:
-        slope, index, after = heapq.heappop(steps)
+        _, index, after = heapq.heappop(steps)
         needed = after.cost - chosen[matrices[index]].cost
         if needed > left:
-            multiplier = -slope
             break
-        chosen[matrices[index]], left = after, left - needed
+        chosen[matrices[index]] = after
+        left -= needed
     _spend(options, chosen, left)
-    return {matrix: option.rank for matrix, option in chosen.items()}, multiplier
+    return {matrix: option.rank for matrix, option in chosen.items()}
 
 
 def total_cost(curves: Sequence[Curve], ranks: Mapping[Matrix, int | None], cost: Cost = parameters) -> float:
