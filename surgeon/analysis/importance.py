@@ -91,14 +91,7 @@ def unit_importance(
     model_hash: str = "",
     memory: int | None = None,
 ) -> Importance:
-    """Measure the importance of the units of some sublayers on a text, or take it from the folder.
-
-    Args:
-        model: in memory or streamed; it is left as it is. One that runs a program of its own is measured in that.
-        wanted: the criterion for each of them.
-        folder: where to keep findings; None to keep nothing.
-        memory: a limit in bytes on the memory of the whole process.
-    """
+    """Measure the importance of the units of some sublayers on a text, or take it from the folder."""
     identity = {
         "format": FORMAT,
         "model_hash": model_hash,
@@ -227,13 +220,7 @@ class ExpertUse:
 def expert_use(
     model: PreTrainedModel, windows: Windows, layers: Iterable[int] | None = None, memory: int | None = None
 ) -> dict[int, ExpertUse]:
-    """Measure the use of the experts of a model's mixtures on a text, by layer, in one walk through the model.
-
-    Args:
-        model: in memory; it is left as it is. One that runs a program of its own is measured in that.
-        layers: only of these; those that are no mixtures are passed over.
-        memory: a limit in bytes on the memory of the whole process.
-    """
+    """Measure the use of the experts of a model's mixtures on a text, by layer, in one walk through the model."""
     family = family_of(model.config)
     asked = range(int(model.config.num_hidden_layers)) if layers is None else layers
     wanted = {layer for layer in asked if family.spec(FEED_FORWARD, layer).mixture is not None}

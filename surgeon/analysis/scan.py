@@ -173,7 +173,7 @@ def scan(
         run = _Run(subject, journal, cells, programs, program, plan, options, workers, batch)
         outcomes = list(run.outcomes(screened))
         missing = len(cells) - len(outcomes)
-        if missing and all(programs[one.cell.program] == program for one in outcomes):
+        if missing and all(programs[cell.program] == program for cell, *_ in outcomes):
             raise TimeOver("the time was over before the first cell")
         if not missing:
             journal.finish(selection)
@@ -217,13 +217,8 @@ def _recover(journal: ScanJournal, folder: Path, identity: dict[str, Any], selec
         journal.finish(lost)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """A cell with the windows its numbers rest on, and the sublayers that ran for it and not for one before it."""
-
-    cell: Cell
-    windows: Sequence[int]
-    sublayers_run: float
+# A cell with the windows its numbers rest on, and the sublayers that ran for it and not for one before it.
+Outcome = tuple[Cell, Sequence[int], float]
 
 
 @dataclass(frozen=True)
@@ -259,12 +254,10 @@ class _Run:
         """
         rows = []
         values = []
-        for one in outcomes:
-            cell = one.cell
-            windows = one.windows
+        for cell, windows, ran in outcomes:
             numbers = estimate(*self.values(cell, windows), base, windows).estimates.values()
             every = [self.journal.acceptances(self.programs[program], windows) for program in cell.programs]
-            known = len(windows) * self.predicted, one.sublayers_run
+            known = len(windows) * self.predicted, ran
             rows.append(
                 (cell.operation, cell.first, cell.last, *numbers, *np.mean(every, axis=(0, 2)).tolist(), *known)
             )
@@ -279,9 +272,7 @@ class _Run:
     def permutations_table(self, outcomes: Iterable[Outcome], base: Values) -> pd.DataFrame:
         """One row per random permutation of a cell, with the columns of `permutations.csv`."""
         rows = []
-        for one in outcomes:
-            cell = one.cell
-            windows = one.windows
+        for cell, windows, _ in outcomes:
             for seed, program in zip(cell.seeds, cell.programs, strict=False):
                 found = estimate(*self.journal.values(self.programs[program], windows), base, windows)
                 numbers = (found.perplexity, found.divergence, len(windows) * self.predicted)
@@ -346,7 +337,7 @@ class _Run:
                 ]
             new = sum(cost.pop(program, 0.0) for program in programs)
             if measured:
-                yield Outcome(cell, measured, new)
+                yield cell, measured, new
 
     def _measure_base(self, windows: Sequence[int]) -> None:
         """Measure the model's own program where it was not yet, with no limit of time; all cells are told beside it."""

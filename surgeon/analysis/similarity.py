@@ -165,9 +165,6 @@ def similarity(subject: Subject, folder: Path, inputs: dict[str, Any] | None = N
     own and on the counterfactual stream. Besides the model it holds two streams of all tokens, and the features' 6
     covariance matrices of one layer.
 
-    Args:
-        inputs: more of the record, as JSON values.
-
     Raises:
         ValueError: if the model runs no layer whole, or weights that are those of no layer, its streams are not finite
             (naming the sublayer), there are fewer than 4 tokens, or the memory limit is too small.

@@ -89,13 +89,7 @@ def open_subject(
 
 
 def load_for_analysis(model: Model, memory: int | None = None, device: str | None = None) -> PreTrainedModel:
-    """Load a model to measure: whole where it fits, else with weights that are read layer by layer.
-
-    Args:
-        memory: a limit in bytes on the memory of the process, where the model is on the CPU; by default most of what
-            the machine has left.
-        device: "cpu" or "cuda:1" for example; by default the first GPU that has room for it, or the first one.
-    """
+    """Load a model to measure: whole where it fits, else with weights that are read layer by layer."""
     if device is None and torch.cuda.is_available():
         device = str(gpu_with_room(model.bytes_on("cuda") + _LEAST_ROOM) or "cuda:0")
     device = device or "cpu"

@@ -141,13 +141,7 @@ def measure_ranks(
     typical: Typical,
     advance: Callable[[float], None],
 ) -> list[Round]:
-    """Measure one number of ranks, round by round.
-
-    Args:
-        plan: of the unedited model, for so many ranks.
-        ways: of connecting ranks; the first one is used for the passes.
-        advance: called with 1 for each way of several ranks and for the rest, in every round.
-    """
+    """Measure one number of ranks, round by round."""
     found = [Round() for _ in range(rounds)]
     with Ranks(RankOptions(plan.ranks, device, ways[0])) as ranks:
         load_sampled(ranks, plan, shapes)
@@ -260,9 +254,6 @@ def time_launches(rank: Rank) -> dict[str, list[float]]:
 def time_exchanges(rank: Rank, sizes: Sequence[int], times: int) -> dict[int, list[tuple[float, float]]]:
     """Sum float32 numbers over all ranks, over and over.
 
-    Args:
-        sizes: in bytes, of each rank's operand.
-
     Returns:
         By size, of every time: seconds until the rank can go on, and then of waiting for the result.
     """
@@ -339,13 +330,7 @@ class MachineCalibration:
 def calibrate(
     name: str, model: str | Path | Model, counts: Sequence[int], rounds: int, device: str = "auto", dtype: str = "auto"
 ) -> str:
-    """Measure this machine at a model's shapes, and return the text of a hardware file.
-
-    Args:
-        model: a checkpoint folder, a hub name, or a model that is open.
-        counts: numbers of ranks, as `check_ranks` wants them.
-        device: "cpu", "cuda", or "auto".
-    """
+    """Measure this machine at a model's shapes, and return the text of a hardware file."""
     check_ranks(counts)
     chosen = choose_device(device, max(counts))
     opened = open_model(model)

@@ -152,11 +152,7 @@ class RankClock:
 
 
 def pass_seconds(program: Program, clocks: list[RankClock], *costs: Costs) -> None:
-    """Run a program on ranks' clocks.
-
-    Args:
-        costs: of each part of the batch; several parts take turns.
-    """
+    """Run a program on ranks' clocks."""
     machines = [SimulatedRanks(clocks, tuple(range(len(clocks))), one) for one in costs]
     states = in_turn(program.nodes[: program.attended], [State(torch.zeros(1))] * len(machines), machines)
     for one in costs:
@@ -192,12 +188,7 @@ def meet(clocks: Sequence[RankClock], transfer: Transfer) -> None:
 
 
 class SimulatedRanks(Machine):
-    """A group of ranks on which time passes and nothing else happens.
-
-    Args:
-        clocks: of all ranks.
-        group: those that run this machine's nodes.
-    """
+    """A group of ranks on which time passes and nothing else happens."""
 
     def __init__(self, clocks: Sequence[RankClock], group: Group, costs: Costs) -> None:
         self.clocks = clocks

@@ -68,11 +68,7 @@ def predict_drafting(
     deployment: Deployment,
     acceptances: Sequence[float],
 ) -> list[DraftedPrediction]:
-    """Predict drafting at each of several acceptances.
-
-    Args:
-        programs: the one that verifies, and the one that drafts.
-    """
+    """Predict drafting at each of several acceptances."""
     read_chances(acceptances)
     drafting = DraftPrices(shapes, programs[0], hardware, workload, deployment)
     beside = drafting.beside(programs[1])
@@ -141,12 +137,7 @@ class DraftPrices:
         return self._verifying[tokens]
 
     def at(self, acceptance: float, draft: float, prompts: float = 0.0) -> DraftedPrediction:
-        """Price drafting at an acceptance.
-
-        Args:
-            draft: seconds of the draft's pass.
-            prompts: seconds of its pass over prompts.
-        """
+        """Price drafting at an acceptance."""
         (ahead,), rate = best_ahead([acceptance], [MOST_AHEAD], lambda _: draft, self.verifying)
         per_token = 1 / rate + (prompts / (self.workload.new - 1) if ahead else 0.0)
         if prompts and per_token > self.verifying(1):

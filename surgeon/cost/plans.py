@@ -132,11 +132,7 @@ class Room:
 
 
 def room(shapes: ModelShapes, plan: Plan, hardware: Hardware, texts: int, prompt: int) -> Room:
-    """Count a rank's memory for continuing so many texts of the plan's length.
-
-    Args:
-        prompt: tokens of each text that are computed together at first.
-    """
+    """Count a rank's memory for continuing so many texts of the plan's length."""
     sizes = _footprint(plan, shapes)
     tokens = texts * prompt
     ranks = plan.ranks

@@ -105,11 +105,7 @@ class PredictedRanks:
         return self._ways[key]
 
     def forward(self, forward: Forward, graphs: bool) -> PassCost:
-        """Predict one pass, in halves where they are deployed and possible; halves are no captured graph.
-
-        Args:
-            graphs: whether it is a captured graph.
-        """
+        """Predict one pass, in halves where they are deployed and possible; halves are no captured graph."""
         in_halves = self.deployment.halves == "on" and self.plan.ranks > 1
         halves = forward.in_halves(LEAST_IN_HALF) if in_halves else None
         if halves is None:
@@ -151,10 +147,6 @@ Timed = tuple[list[Burst | Transfer], Counts]  # what a rank does of a step, and
 
 class PassCosts(Costs):
     """The costs of one pass.
-
-    Args:
-        graphs: whether it is a captured graph.
-        gathers: whether ranks share out a part's first factors.
 
     Attributes:
         layers, vocabulary: collectives that rank 0 has started.

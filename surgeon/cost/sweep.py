@@ -88,11 +88,7 @@ def sweep(
     axes: Mapping[str, Sequence[int]],
     advance: Callable[[float], None] = lambda _: None,
 ) -> list[SweepCell]:
-    """Predict every program for all combinations of the axes' values, in their order.
-
-    Args:
-        advance: called with 1 after each prediction.
-    """
+    """Predict every program for all combinations of the axes' values, in their order."""
     cells = []
     for values in product(*(axes.get(name, (None,)) for name in AXES)):
         chosen = {name: value for name, value in zip(AXES, values, strict=True) if value is not None}

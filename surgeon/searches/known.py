@@ -228,9 +228,6 @@ class Known:
 def read_known(folders: Iterable[Path], model: Model, windows: Windows) -> Known:
     """Read the findings of passes from their folders.
 
-    Args:
-        windows: the search's text.
-
     Raises:
         FileNotFoundError: if a folder holds no finished pass that a search has a use for.
         ValueError: if one is of another model, or damaged; or if there are two spectra.

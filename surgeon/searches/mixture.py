@@ -143,12 +143,7 @@ class Mixture:
         return True
 
     def recipe(self, choice: Iterable[Edit], model: str, weights: str | None = None) -> Recipe:
-        """The recipe that makes a choice's program of the model, with its expected depth and synchronisations.
-
-        Args:
-            model: as the user names it.
-            weights: the hash of the model's weights; None: any.
-        """
+        """The recipe that makes a choice's program of the model, with its expected depth and synchronisations."""
         program = self.program(choice)
         depth = program.effective_depth(self.model.family.steps_per_layer)
         expect = Expect(effective_depth=depth, sync_points=program.sync_points(2))
@@ -318,6 +313,10 @@ class Proposal:
     @property
     def program(self) -> Program:
         return Program.parse(self.key)
+
+    @property
+    def edits(self) -> str:
+        return "; ".join(map(str, self.choice))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -267,11 +267,7 @@ def open_pricing(
     workload: Workload,
     here: Hardware | None = None,
 ) -> Pricing:
-    """Open a pricing of aspects, with the hardware that they name.
-
-    Args:
-        here: this machine, as it was calibrated, where an aspect is of it.
-    """
+    """Open a pricing of aspects, with the hardware that they name."""
     every = tuple(dict.fromkeys(aspects))
     hardware = {}
     for name in {aspect.on: None for aspect in every if aspect.on is not None}:

@@ -410,15 +410,7 @@ class PricedQuestion:
 
 
 def priced(question: Question, mixture: Mixture, here: Hardware | None = None) -> Pricing:
-    """Open the pricing of a question whose limits can be met, with warnings about them.
-
-    Args:
-        here: this machine, if a cost is a time on it.
-
-    Raises:
-        FileNotFoundError, ValueError: if there is no such hardware, the link's delay is no time, the model is
-            within the budget already, or the spaces do not bring it there, or lessen no cost of `along`.
-    """
+    """Open the pricing of a question whose limits can be met, with warnings about them."""
     pricing = question.pricing(mixture.model, here)
     for note in (*pricing.notes, *require_work(question.limits, pricing)):
         warnings.warn(note, stacklevel=2)

@@ -75,7 +75,7 @@ def trials_table(question: PricedQuestion, trials: Sequence[Trial]) -> pd.DataFr
             "trial": trial.number,
             "source": trial.source,
             "level": math.nan if level is None else level,
-            "edits": _edits(trial),
+            "edits": trial.edits,
             **{str(aspect): aspect.natural(question.price(aspect, trial)) for aspect in _priced(question)},
             **_quality(trial.measured),
             "tokens": trial.measured.tokens,
@@ -94,8 +94,7 @@ def terms_table(question: PricedQuestion, terms: Terms) -> pd.DataFrame:
     pricing = question.pricing
     dense = {aspect: pricing.price(aspect, mixture.model.program) for aspect in _priced(question)}
     rows = []
-    for place, edit in enumerate(mixture.edits):
-        program = mixture.program((edit,))
+    for place, (edit, program) in enumerate(zip(mixture.edits, mixture.single_edits, strict=True)):
         others = np.delete(terms.correlation[place], place)
         row = {
             "edit": str(edit),
@@ -120,26 +119,24 @@ def write_front(
         One row per point: its costs, the trial, its quality, whether it keeps the budget, its recipe.
     """
     (folder / FRONT_FOLDER).mkdir(parents=True, exist_ok=True)
-    mixture = question.mixture
     rows = []
-    per_layer = mixture.model.family.steps_per_layer
     for number, trial in enumerate(front, 1):
         name = f"{FRONT_FOLDER}/{number:02d}-recipe.yaml"
         costs = question.pricing.costs(question.traded, trial)
         values = {str(one): one.natural(cost) for one, cost in zip(question.traded, costs, strict=True)}
         lines = [f"# Point {number} of {len(front)} of a Pareto front: trial {trial.number}."]
         lines += [f"# {one} {value:.5g}" for one, value in values.items()]
-        lines.append(mixture.recipe(trial.choice, model, model_hash).to_yaml())
+        lines.append(question.mixture.recipe(trial.choice, model, model_hash).to_yaml())
         write_text(folder / name, "\n".join(lines))
         row = {
             "point": number,
             **values,
             "trial": trial.number,
-            "depth": trial.program.effective_depth(per_layer),
+            "depth": question.pricing.depth(trial.program),
             **_quality(trial.measured),
             "within": question.is_met(trial),
             "source": trial.source,
-            "edits": _edits(trial),
+            "edits": trial.edits,
             "program": trial.key,
             "recipe": name,
         }
@@ -169,7 +166,7 @@ def quality_table(curves: Sequence[QualityCurve]) -> pd.DataFrame:
                 "knee": is_knee,
                 **(knee if is_knee else dict.fromkeys(knee)),
                 "trial": None if point.trial is None else point.trial.number,
-                "edits": "" if point.trial is None else _edits(point.trial),
+                "edits": "" if point.trial is None else point.trial.edits,
             }
             rows.append(row)
     if rows:
@@ -179,10 +176,6 @@ def quality_table(curves: Sequence[QualityCurve]) -> pd.DataFrame:
 
 def _priced(question: PricedQuestion) -> list[Aspect]:
     return list(dict.fromkeys([DEPTH, *question.pricing.aspects]))
-
-
-def _edits(trial: Trial) -> str:
-    return "; ".join(map(str, trial.choice))
 
 
 def _quality(measured: Quality) -> dict[str, float]:

@@ -201,7 +201,7 @@ class Search:
         constraints = self.constraints(tried)
         attributes = {
             PROGRAM: proposal.key,
-            EDITS: "; ".join(map(str, proposal.choice)),
+            EDITS: proposal.edits,
             SOURCE: proposal.source or str(sampler).removesuffix("Sampler"),
             MEASURED: json.dumps(asdict(measured)),  # readers of JSON do not agree on infinities and NaN
             SUBLAYERS: round(ran, 1),

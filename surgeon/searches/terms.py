@@ -149,9 +149,6 @@ class TermsPlan:
         """Choose the tokens that each measured edit runs on: whole windows, or a part of the first one.
 
         So many that no more runs than in `_RUNS` of the original, but `_LEAST_TOKENS` at least, where there are these.
-
-        Args:
-            ids: (windows, tokens), the text.
         """
         window = ids.shape[1]
         wanted = min(_TOKENS, ids.numel())

@@ -267,9 +267,6 @@ def choose(
 
     Runners-up cost the same where a cost has levels: it is no news that a dearer program is closer.
 
-    Args:
-        curves: of quality against costs of `question.along`.
-
     Raises:
         ValueError: if no trial is within the budget; it says the nearest.
     """

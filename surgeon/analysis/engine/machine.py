@@ -129,13 +129,7 @@ def run_plan(
     states: States | None = None,
     cached: PlanStates | None = None,
 ) -> Iterator[tuple[Program, Tensor]]:
-    """Run the plan, yielding each program with the stream after it, (windows, tokens, hidden), as it is reached.
-
-    Args:
-        ran: called after every task with the number of sublayers it ran.
-        states: registers; in memory by default.
-        cached: states of earlier plans, for this plan to start from and add to.
-    """
+    """Run the plan, yielding each program with the stream after it, (windows, tokens, hidden), as it is reached."""
     registers = States(plan) if states is None else states
     registers[0] = State(machine.stream)
     for task, freed in zip(plan.tasks, plan.frees, strict=True):

@@ -47,12 +47,7 @@ def windows_at_once(
 def windows_in_a_walk(
     model: PreTrainedModel, ids: Tensor, streams: int = 2, beside: int = 0, memory: int | None = None
 ) -> int:
-    """Choose how many windows to run together in a walk through the unedited model; errors as `windows_at_once`.
-
-    Args:
-        streams: how many tensors of the size of these windows' stream are held at most.
-        beside: bytes that are held beside them.
-    """
+    """Choose how many windows to run together in a walk through the unedited model; errors as `windows_at_once`."""
     beside += cache_bytes(model)
     return _fitting(model, ids, lambda tokens: beside + _computing_bytes(model, streams, tokens), memory)
 

@@ -192,9 +192,6 @@ def corrected(
 
     The sum of single damages leaves out their interaction, which is of second order in their errors; it is taken to be
     as large for all matrices of a layer.
-
-    Args:
-        together: measures the divergence with these matrices truncated and all others whole.
     """
     weights = {}
     for layer in sorted({curve.matrix.layer for curve in curves}):

@@ -119,14 +119,7 @@ def parse_budget(text: str, size: int, allocation: Allocation = "damage") -> Ran
 def corrected_ranks(
     subject: Subject, curves: Sequence[Curve], budget: RankBudget, method: Method, calibration: Windows, folder: Path
 ) -> Ranks:
-    """Allocate ranks by damage, and once more by corrected damage.
-
-    Args:
-        subject: layers are measured on its text.
-        method: of the factors.
-        calibration: text that factors are calibrated on.
-        folder: for the factors of the first ranks.
-    """
+    """Allocate ranks by damage, and once more by corrected damage."""
     model = subject.model
     ids = subject.windows.ids
     first = budget.ranks(curves)
