@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -216,8 +215,10 @@ def _compare_streams(subject: Subject, program: Program, runs: Sequence[range], 
     model = subject.model
     ids = subject.windows.ids
     at_once = windows_in_a_walk(model, ids, max(map(len, runs)) + 1, 2 * _BLOCK_BYTES, subject.memory)
-    zeros = partial(torch.zeros, dtype=torch.float64)
-    sums = [Streams(run, *zeros(3, len(run) + 1, len(run) + 1), sizes=zeros(len(run), 2)) for run in runs]
+    sums = []
+    for run in runs:
+        cosine, angle, last_angle = torch.zeros(3, len(run) + 1, len(run) + 1, dtype=torch.float64)
+        sums.append(Streams(run, cosine, angle, last_angle, torch.zeros(len(run), 2, dtype=torch.float64)))
     for walk in walks(model, ids, at_once):
         places = iter(sums)
         for one in layers_run(walk, program):

@@ -105,15 +105,17 @@ def parse_budget(text: str, size: int, allocation: Allocation = "damage") -> Ran
     if match is None:
         raise ValueError(f"{text!r} is no budget; write e.g. params=0.6x, weight_bytes=20MB or wire_bytes=40KB")
     name, amount, relative = match.groups()
-    if name not in get_args(Quantity):
-        raise ValueError(f"there is no budget on {name!r}; {did_you_mean(name, get_args(Quantity))}")
-    if name != "params" and not relative:
-        return RankBudget(name, parse_size(amount), size=size, allocation=allocation)
+    quantities: tuple[Quantity, ...] = get_args(Quantity)
+    quantity = next((one for one in quantities if one == name), None)
+    if quantity is None:
+        raise ValueError(f"there is no budget on {name!r}; {did_you_mean(name, quantities)}")
+    if quantity != "params" and not relative:
+        return RankBudget(quantity, parse_size(amount), size=size, allocation=allocation)
     try:
         most = float(amount.replace(",", ""))
     except ValueError:
         raise ValueError(f"{amount!r} in the budget {text!r} is no number") from None
-    return RankBudget(name, most, bool(relative), size, allocation)
+    return RankBudget(quantity, most, bool(relative), size, allocation)
 
 
 def corrected_ranks(
