@@ -337,14 +337,15 @@ def test_every_sampler_runs_and_what_it_asks_follows_from_the_study(name: str) -
     found = []
     for _ in range(2):
         searching, _ = search("pair,drop:layers", "depth=7")
-        found.append([(trial.number, trial) for trial in try_programs(searching, trials, name, seed=3)])
+        tried = try_programs(searching, trials, name, seed=3)
+        found.append([(trial.number, trial.source, trial.key) for trial in tried])
     assert found[0] == found[1]
-    assert [number for number, _ in found[0]] == list(range(trials))
-    assert {proposal.source for _, proposal in found[0]} & {"TPE", "GP", "CmaEs", "NSGAII", "Random", "regression"}
+    assert [number for number, *_ in found[0]] == list(range(trials))
+    assert {source for _, source, _ in found[0]} & {"TPE", "GP", "CmaEs", "NSGAII", "Random", "regression"}
     if name not in ("surgeon", "gp"):
         searching, _ = search("pair,drop:layers", "depth=7")
         other = [trial.key for trial in try_programs(searching, trials, name, seed=4)]
-        assert other != [proposal.key for _, proposal in found[0]]
+        assert other != [key for *_, key in found[0]]
 
 
 @pytest.mark.skipif("cmaes" not in INSTALLED, reason="cmaes is not installed")

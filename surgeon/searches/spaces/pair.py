@@ -20,7 +20,7 @@ class Pairs(SizedSpace):
     name = "pair"
     summary = "neighbouring layers run together as LP steps, two by two (pair:4: in groups of 2 to 4)"
     place = 30
-    serves = ("depth", "syncs", "wire_bytes", *TIMES)
+    serves: ClassVar[tuple[str, ...]] = ("depth", "syncs", "wire_bytes", *TIMES)
     asked = "how many layers a group has at most, 2 or more"
     form: ClassVar[str] = "lp"
 
