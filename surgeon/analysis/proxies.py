@@ -102,16 +102,12 @@ def proxy_values(
 
 
 def correlate(damaged: pd.DataFrame, found: Similarity, pairs: pd.DataFrame | None = None) -> pd.DataFrame:
-    """Rank correlation of every proxy with both measured damages, for every operation of a scan.
-
-    Args:
-        damaged: a scan's cells, as `damages` has them.
-        pairs: of neighbouring layers, as a `Sensitivity` has them.
+    """Correlate the ranks of every proxy with both measured damages, for every operation of a scan.
 
     Returns:
-        Rows of `proxies.csv`: `operation`, `damage`, `proxy`, `aggregate`, Spearman's `rho`, its `p` and the number
-        of stretches `n`, and `rho_at_equal_length`, the partial rank correlation given the stretch's length. The
-        stretches overlap, so that p, which takes them for independent, is too small.
+        Rows of `proxies.csv`: `operation`, `damage`, `proxy`, `aggregate`, Spearman's `rho`, its `p`, the number of
+        stretches `n`, and `rho_at_equal_length`, the partial rank correlation given the stretch's length. The stretches
+        overlap, so that p, which takes them for independent, is too small.
     """
     rows = []
     for operation in damaged["operation"].unique():

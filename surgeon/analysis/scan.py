@@ -135,12 +135,11 @@ def scan(
     layers of a stretch whole and in order.
 
     Args:
-        selection: as `select` returns it for this model.
         seed: of the random orders of `shuffle`.
         screened: let cells go that are settled on a part of the windows (see above).
         sampled: measure sampled acceptance, too, also of cells that are there without.
         batch: at most this many windows are run together.
-        workers: processes to share the work out to; 1 to do it in this one.
+        workers: processes to share the work out to.
     """
     model = subject.model
     windows = subject.windows

@@ -144,16 +144,7 @@ def sensitivity(
     """Measure all pairs of neighbouring layers, and write `sensitivity.csv` and `sensitivity.json`.
 
     Started again on the same folder it goes on where it was, by `sensitivity.jsonl`. Jacobians take one window,
-    whatever the limit on memory.
-
-    Args:
-        lanczos: how operator norms are found.
-        jacobian_windows: on how many windows, spread over all of them.
-
-    Raises:
-        ValueError: if the model is an edited one, has only one layer, its streams are not finite (naming the
-            sublayer), the folder holds results of something else, or the memory limit is too small.
-        OSError: if the folder cannot be written to.
+    whatever the limit on memory; `jacobian_windows` of them are spread over the text.
     """
     model = subject.model
     windows = subject.windows

@@ -163,11 +163,6 @@ def similarity(subject: Subject, folder: Path, inputs: dict[str, Any] | None = N
     Runs the model's layers three times over: once for the distances between all depths, then, layer by layer, on their
     own and on the counterfactual stream. Besides the model it holds two streams of all tokens, and the features' 6
     covariance matrices of one layer.
-
-    Raises:
-        ValueError: if the model runs no layer whole, or weights that are those of no layer, its streams are not finite
-            (naming the sublayer), there are fewer than 4 tokens, or the memory limit is too small.
-        OSError: if the folder cannot be written to.
     """
     model = subject.model
     ids = subject.windows.ids

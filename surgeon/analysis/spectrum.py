@@ -157,21 +157,13 @@ def spectrum(subject: Subject, calibration: Windows, folder: Path, wanted: Spect
     """Find singular values and damage, and write `spectrum.csv`, `singular_values.csv`, `damage.csv`, `spectrum.json`.
 
     Computed values of the folder are used again. The tables have what is asked for now, the journal also what was asked
-    for before.
-
-    A model that runs a program of its own (native tracks, say) has the matrices of the layers that it is stored as, and
-    is compared with itself.
+    for before. A model that runs a program of its own (native tracks, say) has the matrices of the layers that it is
+    stored as, and is compared with itself.
 
     Args:
-        subject: damage is measured on its text; its model is left as it is, also if this fails.
+        subject: damage is measured on its text.
         calibration: text of the inputs, for whitening.
         after: how many tokens come before it in its data.
-
-    Raises:
-        ValueError: if the model runs a program whose weights are those of no layer, or that does not run one of these
-            layers, a matrix is no plain linear module or not finite, its inputs are not, a rank is above the full one,
-            or the folder holds a spectrum of something else.
-        OSError: if the folder cannot be written to, or another process is writing to it.
     """
     model = subject.model
     windows = subject.windows

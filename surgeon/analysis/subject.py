@@ -65,15 +65,11 @@ def open_subject(
 ) -> Subject:
     """Load a model and the text to measure it on, with warnings about the text.
 
+    The text comes first, so that its faults are known before a large model is loaded.
+
     Args:
-        model, data, tokens, window, separator: as `open_model` and `load_windows` take them; without data, the text of
-            `default_data`.
         memory: a limit on the memory of the whole process, in bytes or as one writes it ("2GB").
         elsewhere: other processes will run the model; here only its structure is needed.
-
-    Raises:
-        FileNotFoundError: if the model, a file of it, or the data is missing.
-        ValueError: if one of them cannot be used, saying why, or the limit is no amount of memory.
     """
     opened = open_model(model)
     limit = parse_size(memory) if isinstance(memory, str) else memory

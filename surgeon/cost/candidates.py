@@ -50,13 +50,11 @@ def open_candidates(
     Args:
         model: as `open_model` takes it, a recipe, or a model that is open, edited or not.
         compared: any of these, programs, or names of variants of the model's unedited program.
-        program: of the model, instead of its own.
         layers: that variants change; all but the first and last two by default.
         weights: whether they have to be there.
 
     Raises:
-        FileNotFoundError: if there is no such model or recipe.
-        ValueError: if one cannot be read, a variant is not of this model, or a recipe is for other weights.
+        FileNotFoundError, ValueError: if there is no such model or recipe, one cannot be read, or they do not fit.
     """
     first = _open(model, weights, program)
     found = [first]

@@ -1,9 +1,8 @@
 """Drafting by the cost model: an edited program proposes, the unedited one verifies.
 
-As in the runtime, a draft's pass adds one token to each text, and a verifying pass has a row of each token, so that it
-costs as much as a pass of so many more texts. A draft's steps lie on ranks as the model's keys and values do; it has a
-pass over prompts if it keeps keys of its own. `runtime.batching.ahead` finds the best number of tokens ahead, here the
-same for all texts.
+As in the runtime, a draft's pass adds one token to each text, and a verifying pass costs as much as one of so many more
+texts. A draft's steps lie on ranks as the model's keys and values do; it has a pass over prompts if it keeps keys of
+its own. `runtime.batching.ahead` finds the best number of tokens ahead, here the same for all texts.
 """
 
 from __future__ import annotations

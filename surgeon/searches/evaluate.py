@@ -93,9 +93,6 @@ class Evaluator:
 
     Attributes:
         sublayers: that have run so far, one on a part of the windows counted as that part.
-
-    Raises:
-        ValueError: if the model is an edited one.
     """
 
     def __init__(
@@ -140,13 +137,8 @@ class Evaluator:
 
         Args:
             best: measured on all windows; programs that are hopelessly worse are stopped (`whole` is False, then).
-            most: windows to run, from the first on (or a few more, that run together); by default all. Of fewer,
-                numbers are means over those, and `whole` is False.
-
-        Raises:
-            ValueError: if `most` is less than 1, if the best was not measured on all windows, or if the model's own
-                predictions are not finite.
-            OSError: if the disk is too small for hidden states of a streamed model.
+            most: windows to run, from the first on; by default all. Of fewer, numbers are means over those, and `whole`
+                is False.
         """
         if most is not None and most < 1:
             raise ValueError(f"a program is measured on one window at least, not on {most}")
@@ -174,13 +166,7 @@ class Evaluator:
     def streams(
         self, programs: Iterable[Program], windows: range, tokens: int | None = None
     ) -> Iterator[tuple[Program, Tensor]]:
-        """Yield programs with the stream after each on some windows, (windows, tokens, hidden), before the final norm.
-
-        In the order in which they are reached, equal ones once; common beginnings run once.
-
-        Args:
-            tokens: of each window, from the first one on; by default, or with more than it has, all.
-        """
+        """Yield programs with the stream after each on some windows, as they are reached, before the final norm."""
         plan = share(programs)
         ids = self.windows.ids[:, :tokens]
         options = self._options(plan)

@@ -353,17 +353,12 @@ class NestedFactors:
 def open_factors(
     subject: Subject, programs: Iterable[Program], ranks: MeasuredRanks | None, folder: Path, make: bool
 ) -> NestedFactors | None:
-    """Open the factors that a search measures, each made once, in files that trials and workers share.
+    """Open the factors that a search measures, each made once, in files that trials and workers share; None without ranks.
 
     Args:
-        programs: of the edits, which have the ranks that a trial may have.
         ranks: measured by a spectrum, whose factors are made for the unedited model's inputs; None: plain ones, of the
             matrices alone, each made when it is first asked for.
-        folder: holds a file for each matrix.
         make: make missing ones that go by inputs; else they are there.
-
-    Returns:
-        None where programs have no ranks.
     """
     highest: dict[tuple[int, str], int] = {}
     for sublayer in (one for program in programs for one in program.sublayers()):

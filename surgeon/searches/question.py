@@ -60,9 +60,6 @@ class Question:
         sampled_acceptance: measure that of every program, too; a draft is looked for by it.
         data, tokens, window, separator: the text, as `open_subject` takes it.
         using: folders of passes.
-
-    Raises:
-        ValueError: if budget or objectives cannot be read, or do not go together.
     """
 
     space: str | None = None

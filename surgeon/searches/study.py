@@ -82,14 +82,10 @@ def naming_storage(storage: StudyStorage) -> Iterator[None]:
 
 
 def open_storage(address: str | None, output: Path) -> StudyStorage:
-    """Open a storage, and set it up if it is new.
-
-    Args:
-        address: one of `KINDS`; None for a file in the output folder.
+    """Open a storage, one of `KINDS`, and set it up if it is new; without an address, a file in the output folder.
 
     Raises:
-        ValueError, OSError: if there is no such storage, or it cannot be used; without its password.
-        ImportError: if the database's driver is not installed.
+        ValueError, OSError, ImportError: if there is no such storage, or it cannot be used; without its password.
     """
     if address is None:
         make_folder(output)

@@ -40,7 +40,6 @@ class WorkerProcesses:
         count: of workers, this process among them.
         command: for the interpreter, as in ["-m", "surgeon.commands.search_worker"].
         given: to each of them, as JSON values; `given_to_worker` reads it.
-        folder: of the results; each worker's output goes into a file in it.
     """
 
     def __init__(

@@ -159,16 +159,13 @@ def measure(
 ) -> Iterator[MeasuredWindows]:
     """Measure the quality of a plan's programs, some windows at a time.
 
-    Where memory turns out too small for so many windows, half as many are run together from there on.
+    Where memory turns out too small for so many windows, half as many are run together from there on. ValueError if the
+    original's predictions are not finite.
 
     Args:
         model: unedited; it is left as it is.
         ids: (windows, tokens).
         plan: whose first program is the original: the others' divergence is from it.
-
-    Raises:
-        ValueError: if the original's predictions are not finite.
-        OSError: if the disk is too small for hidden states.
     """
     run = _Run(model, ids, plan, options)
     at_once = options.at_once

@@ -26,12 +26,7 @@ def load_calibration(
     Args:
         tokens: measured on, from the start of the data.
         wanted: tokens to calibrate on; fewer if the text has no more, which a note tells.
-        window, separator: as for the text measured on.
         other: text to calibrate on instead of what follows.
-
-    Raises:
-        FileNotFoundError: if the model, a file of it, or the data is missing.
-        ValueError: if one of them cannot be used, or nothing follows the measured text.
     """
     opened = open_model(model)
     size = window_for(opened.config, window)

@@ -74,12 +74,6 @@ def make_factors(
         record: provenance to begin `factors.json` with.
         kept: the dtype that factors will be rounded to where they are used; the folder has them in float32.
         units: sources of narrowed sublayers' units, by kind and layer; by default their weights.
-
-    Raises:
-        ValueError: if the model runs a program whose weights are those of no layer, or one of its own where a method
-            goes by its gradients; if the program does not fit it, numbers are not finite (naming layer and matrix), the
-            memory limit is too small, or the folder holds factors of something else.
-        OSError: if the folder cannot be written to, or another process is writing to it.
     """
     check_layers(plan.program, model.config.num_hidden_layers)
     assert windows is not None or not plan.is_calibrated

@@ -29,11 +29,6 @@ def with_factors(
     Args:
         memory: the most that making them may take, in bytes.
         kept: the dtype they will be stored in, where that is not the model's own.
-
-    Raises:
-        FileNotFoundError: if the text is gone.
-        ValueError: if the text has changed or cannot be used, or as `make_factors`.
-        OSError: if the folder cannot be written to.
     """
     recipe = edited.recipe
     model = edited.model
