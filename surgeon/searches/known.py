@@ -353,7 +353,7 @@ class NestedFactors:
 def open_factors(
     subject: Subject, programs: Iterable[Program], ranks: MeasuredRanks | None, folder: Path, make: bool
 ) -> NestedFactors | None:
-    """Open the factors that a search measures, each made once, in files that trials and workers share; None without ranks.
+    """Open the factors that a search measures, each made once, in files that all workers share; None without ranks.
 
     Args:
         ranks: measured by a spectrum, whose factors are made for the unedited model's inputs; None: plain ones, of the

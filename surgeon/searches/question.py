@@ -1,4 +1,4 @@
-"""A search's question, in a user's words."""
+"""A search's question: in a user's words, and on a model."""
 
 from __future__ import annotations
 
