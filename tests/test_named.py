@@ -13,7 +13,7 @@ import surgeon
 from surgeon.checkpoint.config import read_config_only
 from surgeon.checkpoint.describe import describe
 from surgeon.checkpoint.locate import locate
-from surgeon.cost.hardware_file import load_hardware
+from surgeon.cost.hardware import load_hardware
 from surgeon.language.recipe import read_recipe
 from surgeon.named import (
     HubName,

@@ -34,7 +34,7 @@ from surgeon.analysis.factors.factor_plan import FactorPlan, Making
 from surgeon.analysis.factors.make_factors import make_factors
 from surgeon.analysis.factors.matrices import Matrices, Matrix
 from surgeon.analysis.factors.program_run import ProgramRun, ReferenceText
-from surgeon.analysis.factors.rank_recipe import RankBudget, Share, corrected_ranks, ranked
+from surgeon.analysis.factors.rank_recipe import RankBudget, corrected_ranks, ranked
 from surgeon.analysis.spectrum import request, spectrum
 from surgeon.analysis.subject import Subject, open_subject
 from surgeon.findings.spectrum import parse_ranks
@@ -157,7 +157,7 @@ class Bench:
         return self.folder / name
 
     def _ranks(self, way: Way, keep: float) -> Ranks:
-        share = Share(RankBudget.keep(keep), way.allocation)
+        share = RankBudget("params", keep, relative=True, allocation=way.allocation)
         if not way.corrected:
             return share.ranks(self.curves)
         own, subject = self._folder(way, keep), replace(self.subject, windows=self.damaged)

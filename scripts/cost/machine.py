@@ -41,11 +41,17 @@ from scripts.cost.against import Cell, draw, lines
 from surgeon.benchmarks.measure import RankBench
 from surgeon.benchmarks.timing import load_timed
 from surgeon.checkpoint.config import open_stored
-from surgeon.cost.calibrate import MachineCalibration, hardware_text
+from surgeon.cost.calibrate import (
+    MachineCalibration,
+    Round,
+    hardware_text,
+    load_sampled,
+    sample_computing,
+    sample_exchanges,
+)
 from surgeon.cost.deployment import Deployment
-from surgeon.cost.hardware_file import parse_hardware
+from surgeon.cost.hardware import parse_hardware
 from surgeon.cost.predict import predict
-from surgeon.cost.samples import Round, load_sampled, sample_computing, sample_exchanges
 from surgeon.cost.workload import Workload
 from surgeon.demo import MODEL_FOLDER
 from surgeon.language.operations import fuse_attention_mlp, ladder, pair, tracks

@@ -19,11 +19,9 @@ from scripts.cost.constants import CONSTANTS, fitted
 from scripts.cost.models import CONFIGS
 from scripts.cost.programs import LOW_RANK, program_of
 from surgeon.cost.deployment import Deployment
-from surgeon.cost.hardware import Hardware
-from surgeon.cost.hardware_file import load_hardware
-from surgeon.cost.passes import PassCost, PredictedRanks
+from surgeon.cost.hardware import Hardware, load_hardware
 from surgeon.cost.plans import plan_on_paper
-from surgeon.cost.predict import predict
+from surgeon.cost.predict import PassCost, PredictedRanks, predict
 from surgeon.cost.work import Forward
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program

@@ -72,7 +72,7 @@ class RackTraining:
         Raises:
             ValueError: if the layers do not divide into the racks, or nodes have no network.
         """
-        device, network = hardware.device, hardware.network()
+        device, network = hardware.device, hardware.link(between_nodes=True)
         reached = device.shares.flops.at(max(1.0, tokens / hardware.devices))
         way = max(network.algorithms, key=lambda one: one.share.at(2))
         return cls(

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 from scripts.cost.rack_cost import RackTraining, local, pipelined
-from surgeon.cost.hardware_file import load_hardware
+from surgeon.cost.hardware import load_hardware
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes" / "train" / "papers"
 SIZES = {"1B": "racks-1b", "3B": "racks-2.8b", "7B": "racks-7b", "13B": "racks-13b"}  # the article's, by recipe
@@ -42,7 +42,7 @@ def case(size: str, racks: int, microbatches: int, coda: int) -> RackTraining:
     model = model_entries(size)
     layers = model["num_hidden_layers"]
     hidden = model["hidden_size"]
-    device, network = hardware.device, hardware.network()
+    device, network = hardware.device, hardware.link(between_nodes=True)
     reached = device.shares.flops.at(TOKENS / hardware.devices)
     return RackTraining(
         layers=-(-layers // racks) * racks,

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import optuna
 
-from surgeon.searches.storage import open_storage
-from surgeon.searches.study import kept, open_study, run_trials
+from surgeon.searches.study import kept, open_storage, open_study, run_trials
 
 LAYERS = 12
 TRIALS = 60

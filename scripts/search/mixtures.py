@@ -27,10 +27,9 @@ from surgeon.quality.summary import Quality
 from surgeon.runtime.comm.link import parse_link
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.mixture import Mixture, Trial
-from surgeon.searches.priced import PricedQuestion
 from surgeon.searches.pricing import Pricing, open_pricing
 from surgeon.searches.quantities import Aspect
-from surgeon.searches.question import Question
+from surgeon.searches.question import PricedQuestion, Question
 from surgeon.searches.search import Search
 from surgeon.searches.spaces import parse_spaces
 from surgeon.searches.terms import Terms, TermsPlan, measure_terms
@@ -111,7 +110,7 @@ def _row(level: float, alone: Sequence[float], together: Trial | None, won: floa
     cells = "".join(
         f"{'-':>10}" if math.isinf(value) else f"{value:>10.4f}" for value in (*alone, _divergence(together))
     )
-    edits = "" if together is None else ", ".join(map(str, together.proposal.choice))
+    edits = "" if together is None else ", ".join(map(str, together.choice))
     return f"{level:>7g}{cells}{won:>9.1%}  {edits}"
 
 

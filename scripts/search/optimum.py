@@ -31,10 +31,9 @@ from surgeon.findings.edit import ADDITIVE, Choice
 from surgeon.language.program import Program
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.mixture import Mixture, Trial
-from surgeon.searches.priced import PricedQuestion
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.quantities import DEPTH
-from surgeon.searches.question import Question
+from surgeon.searches.question import PricedQuestion, Question
 from surgeon.searches.search import Search
 from surgeon.searches.spaces import parse_spaces
 from surgeon.searches.terms import Terms, TermsPlan, measure_terms
@@ -121,7 +120,7 @@ def _row(known: Measured, depth: int) -> str:
     sets = {key: d for key, d in known.every.items() if Program.parse(key).effective_depth() == depth}
     best = min(sets.values(), default=math.nan)
     windows = _windows(known, depth)
-    additive = next((t.measured.divergence for t in trials if t.proposal.source == ADDITIVE), math.nan)
+    additive = next((t.measured.divergence for t in trials if t.source == ADDITIVE), math.nan)
     cells = "".join(f"{_cell(_best(trials[:count]), best):>16}" for count in TRIALS)
     place = next(
         (n for n, t in enumerate(trials, 1) if t.measured.whole and t.measured.divergence <= best * 1.000001), 0

@@ -29,7 +29,7 @@ from optuna.trial import TrialState
 
 from scripts.search.made_up import TRIALS, divergence, key, made_up_study
 from scripts.search.server import PASSWORD, Server
-from surgeon.searches.storage import open_storage
+from surgeon.searches.study import open_storage
 
 SECONDS_A_TRIAL = 0.5
 SECONDS_AWAY = 8.0

@@ -1,6 +1,6 @@
-"""The cells of a scan: one change of the model for every operation and every contiguous stretch of layers asked for.
+"""Cells of a scan: one change of the model for every operation and every contiguous stretch of layers.
 
-Maps over a parameter's values have a cell for every layer, alone, and every value.
+Maps over a parameter's values have a cell for every single layer and every value.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Cell:
     """One entry of a heatmap.
 
     Attributes:
-        first, last: the ends of the stretch of layers the operation was applied to, both included, from 0.
-        programs: what the model runs then; several for a cell that is the mean over random permutations.
-        seeds: those of the permutations, one for each program; empty where nothing is random.
+        first, last: the ends of the stretch of layers, both included, from 0.
+        programs: of the changed model; several for a cell that is the mean over random permutations.
+        seeds: of the permutations, one for each program; empty where nothing is random.
         value: of the parameter that the map varies, if it varies one.
     """
 
@@ -48,13 +48,13 @@ class Cell:
 
     @property
     def program(self) -> Program:
-        """What the model runs, of several permutations the first one."""
+        """The changed model's program, of several permutations the first one."""
         return self.programs[0]
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Which cells one command asks for; made by `select`, which checks it.
+    """The cells that one command asks for; made by `select`, which checks it.
 
     Attributes:
         operations: names of heatmaps, in their order.
@@ -77,7 +77,7 @@ class Selection:
             yield from (range(first, first + length) for length in range(self.every, longest + 1, self.every))
 
     def places(self, heatmap: Heatmap, shapes: LayerShapes | None) -> Iterator[tuple[range, float | None]]:
-        """Where a map has cells: every stretch, or each layer at which one begins with every value of the parameter."""
+        """A map's places: every stretch, or each layer at which one begins with every value of the parameter."""
         if heatmap.varied is None:
             yield from ((stretch, None) for stretch in self.stretches())
         else:
@@ -86,7 +86,7 @@ class Selection:
                 yield from ((range(first, first + 1), value) for value in heatmap.columns(first, shapes))
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in `scan.json` and in the journal."""
+        """Write it as in `scan.json` and the journal."""
         layers = show_range(self.layers)
         return vars(self) | {"operations": list(self.operations), "layers": layers}
 
@@ -106,7 +106,7 @@ def select(
     max_length: int | None = None,
     permutations: int = 1,
 ) -> Selection:
-    """The cells of these heatmaps of a model; arguments as in `Selection`, without them every stretch of layers.
+    """Select cells of these heatmaps; arguments as in `Selection`, without them every stretch of layers.
 
     Raises:
         ValueError: if there is no such operation, the range leaves the model's layers, a number is below 1, or no
@@ -131,12 +131,9 @@ def select(
 
 
 def check_operations(names: Sequence[str]) -> list[str]:
-    """The maps asked for, each once, in the order of `HEATMAPS`; "all" stands for every one.
+    """List the maps asked for, each once, in the order of `HEATMAPS`; "all" stands for every one.
 
-    The name of an operation that is no map's own (width) stands for all maps that the operation has.
-
-    Raises:
-        ValueError: naming the unknown one, and the one that was probably meant.
+    An operation without a map of its own (width) stands for all maps that it has.
     """
     several = {name: one.heatmaps for name, one in OPERATIONS.items() if one.heatmaps and name not in HEATMAPS}
     known = {name: (name,) for name in HEATMAPS} | several | {ALL: (*HEATMAPS,)}
@@ -169,15 +166,8 @@ def selected_cells(
 ) -> list[Cell]:
     """The cells that any of these selections asks for, each once, in the order of the table.
 
-    Cells of `shuffle` are means over as many permutations as the selection that asks for the most.
-
-    Args:
-        shapes: of the model's layers, for operations that ask for them.
-        program: the model's own, if it is not its layers one after the other. It has cells where it runs a stretch of
-            layers whole and in order, in a branch of a fork (a track of a block) if it has forks.
-
-    Raises:
-        ValueError: if it has none.
+    Cells of `shuffle` are means over as many permutations as the selection that asks for the most. A program of the
+    model's own has cells where it runs a stretch of layers whole and in order, in a branch of a fork if it has forks.
     """
     seeds = permutation_seeds(seed, max(selection.permutations for selection in selections))
     cells = []

@@ -35,12 +35,12 @@ if TYPE_CHECKING:  # they need lm-eval, which comes with an extra and takes seco
 
 @dataclass(frozen=True, repr=False)
 class Evaluation:
-    """What was measured of a model.
+    """Measurements of a model.
 
     Attributes:
         text: on the text; None where none was given.
         tasks: lm-eval's results; None where none were asked for.
-        files: what was written of tasks.
+        files: of tasks.
     """
 
     text: Quality | None = None
@@ -73,7 +73,7 @@ class Evaluation:
 
 @contextmanager
 def factors_of(candidate: EditedModel, output: Path | None) -> Iterator[EditedModel]:
-    """The candidate with its recipe's choice of units, and a folder for factors, which are made once as that says."""
+    """The candidate with its recipe's choice of units, and a folder for factors, which are made once."""
     asked = () if candidate.asked is None else tuple(candidate.asked.sublayers())
     changed = any(sublayer.ranks or sublayer.width is not None for sublayer in asked)
     if not changed or candidate.factors is not None:
@@ -89,7 +89,7 @@ def factors_of(candidate: EditedModel, output: Path | None) -> Iterator[EditedMo
 def on_text(
     candidate: EditedModel, original: EditedModel | None, windows: Windows, device: str, output: Path | None
 ) -> Quality:
-    """Perplexity, and divergence and acceptance where there is something to compare with; text.json.
+    """Measure perplexity, and divergence and acceptance where there is something to compare with; write text.json.
 
     A program over a model's own weights is judged as its draft by the model's keys and values of earlier tokens.
     """
@@ -135,7 +135,7 @@ def load_asked(
     chat: bool,
     seed: int | None,
 ) -> tuple[Tasks, TaskSettings]:
-    """The tasks that are asked for, read by lm-eval, and how they are asked."""
+    """Load the tasks by lm-eval, and their settings."""
     with needs_extra("tasks", "measuring tasks"):
         from surgeon.quality.tasks import TaskSettings
         from surgeon.quality.tasks_load import Seeds, load_tasks
@@ -148,7 +148,7 @@ def load_asked(
 def on_tasks(
     candidate: EditedModel, loaded: Tasks, settings: TaskSettings, device: str, output: Path | None, log_samples: bool
 ) -> tuple[dict[str, Any], list[Path]]:
-    """lm-eval's results, and the files that have them."""
+    """Run lm-eval, and write its results to files."""
     from surgeon.quality.tasks import Answers, TaskModel, run_tasks
 
     for note in loaded.notes:

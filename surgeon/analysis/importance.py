@@ -1,32 +1,48 @@
-"""How much each KV group of an attention, and each neuron of a feed-forward, matters: what width is cut by.
+"""The importance of KV groups, neurons and experts on a text, for cutting width and experts.
 
-A KV group is a KV head with all query heads that share it. With X the inputs of a sublayer's output projection W,
-(out, in), over the tokens of a text, in the unedited model, a unit's importance is
+A KV group is a KV head with all query heads that share it. With X the inputs of a sublayer's output projection W, (out,
+in), over the tokens of a text, in the unedited model, a unit's importance is
 
     activation   the mean over tokens of the size of what the unit gives: of each head's part of x the L2 norm, summed
                  over the group's heads; of a neuron's |x| (Minitron, Muralidharan et al. 2024, section 2.2)
     wanda        the sum over the unit's columns j of W of |W_ij| |X_j| (Wanda, Sun et al. 2023, equation 1)
+
+With w_e(x) the weight that the router gives expert e for a token x (0 where it is not chosen) and f_e(x) the expert's
+output, a mixture's expert has
+
+    load        the share of tokens that are sent to the expert; those of a mixture come to top-k together
+    weight      the mean of w_e(x) over these tokens
+    size        the mean of ||f_e(x)|| over them
+    saliency    the mean of w_e(x) ||f_e(x)|| over them (REAP, Lasby et al. 2025, section 4): the loss of the layer's
+                output without the expert
+
+Where weights are multiplied with the expert's input, f_e(w_e(x) x) is its output, and size and saliency are the mean of
+its norm.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from surgeon.analysis.factors.matrices import Matrix
-from surgeon.analysis.factors.program_run import ProgramRun, matrices_in
+from surgeon.analysis.factors.program_run import EXPERTS, ProgramRun, matrices_in
 from surgeon.language.operations.width import USUAL, Criterion
 from surgeon.language.program import Program
 from surgeon.language.sublayer import ATTENTION, FEED_FORWARD, Sublayer
 from surgeon.memory import stay_below
 from surgeon.models.edit import as_stored, program_of
-from surgeon.models.weights import FactorSource, ModelWeights, ScoredUnits, TruncatedSVD, UnitsByLayer
+from surgeon.models.families import family_of
+from surgeon.models.routing import Routing, route
+from surgeon.models.weights import FactorSource, ModelWeights, ScoredUnits, Tensors, TruncatedSVD, UnitsByLayer
 from surgeon.processes.journal import Journal
 from surgeon.progress import progress
 from surgeon.provenance import FORMAT
@@ -42,7 +58,7 @@ JOURNAL = "importance.jsonl"
 def scored_units(
     model: PreTrainedModel, wanted: Mapping[Part, Criterion], windows: Windows, folder: Path | None = None, **more: Any
 ) -> dict[Part, ScoredUnits]:
-    """What says which units are kept where they are chosen by importance; arguments and errors as `unit_importance`."""
+    """Sources of units that are chosen by importance; arguments and errors as `unit_importance`."""
     found = unit_importance(model, wanted, windows, folder, **more) if wanted else {}
     return {part: ScoredUnits(values, wanted[part]) for part, values in found.items()}
 
@@ -55,12 +71,7 @@ def most_important(
     factors: FactorSource | None = None,
     **more: Any,
 ) -> FactorSource | None:
-    """What says which units programs keep that are measured on a text: those that matter most on it, by Wanda.
-
-    Args:
-        factors: that the programs have; by default the plain ones. It comes back where no program is narrowed.
-        more: as `unit_importance` takes it, whose errors these are.
-    """
+    """The source of units of programs that are measured on a text: those that matter most on it, by Wanda."""
     own: Program = vars(model).get("own_program") or program_of(model)
     stored = {(one.parts[0], one.width) for one in own.sublayers()}  # as narrow: there is nothing to choose
     sublayers = (one for program in programs for one in program.sublayers() if one.width is not None)
@@ -80,20 +91,7 @@ def unit_importance(
     model_hash: str = "",
     memory: int | None = None,
 ) -> Importance:
-    """The importance of the units of some sublayers on a text; what the folder has already is taken from there.
-
-    Args:
-        model: in memory or streamed; it is left as it is. One that runs a program of its own is measured in that.
-        wanted: by which criterion, for each of them.
-        windows: the text.
-        folder: where to keep what is found; None to keep nothing.
-        memory: a limit in bytes on the memory of the whole process.
-
-    Raises:
-        ValueError: if numbers are not finite (naming layer and matrix), the memory limit is too small, the folder holds
-            what was found on another text or model, or a sublayer is not run.
-        OSError: if the folder cannot be written to, or another process is writing to it.
-    """
+    """Measure the importance of the units of some sublayers on a text, or take it from the folder."""
     identity = {
         "format": FORMAT,
         "model_hash": model_hash,
@@ -108,7 +106,7 @@ def unit_importance(
 
 
 class _Kept(Journal):
-    """What a folder has of a model and a text, by criterion and sublayer."""
+    """A folder's findings on a model and a text, by criterion and sublayer."""
 
     def __init__(self, folder: Path | None, identity: dict[str, Any]) -> None:
         self.found: dict[tuple[str, Part], Tensor] = {}
@@ -146,7 +144,7 @@ class _Inputs:
 def _by_inputs(
     model: PreTrainedModel, own: Program, ids: Tensor, wanted: Mapping[Part, Criterion], memory: int | None
 ) -> Iterator[tuple[Part, Tensor]]:
-    """By what output projections get, in one walk through the program, up to the last sublayer that is wanted."""
+    """By the inputs of output projections, in one walk through the program, up to the last sublayer that is wanted."""
     places = {
         Matrix(replace(sublayer, piece=None), WRITES[sublayer.kind]): place
         for place, node in enumerate(own.nodes)
@@ -163,15 +161,13 @@ def _by_inputs(
     run = ProgramRun(model, own, ids, memory=memory)
     weights = run.parts[0].machine.layers.weights()
 
-    def seen(matrix: Matrix, inputs: Tensor) -> None:
-        if matrix not in sums:
-            sums[matrix] = _Inputs(inputs.shape[-1], weights.unit_width(matrix.sublayer.kind), inputs.device)
-        sums[matrix].add(inputs)
+    def new(matrix: Matrix, inputs: Tensor) -> _Inputs:
+        return _Inputs(inputs.shape[-1], weights.unit_width(matrix.sublayer.kind), inputs.device)
 
     with progress("importance", len(places), "sublayers") as ran:
         for place, node in enumerate(own.nodes[: max(places.values()) + 1]):
             matrices = matrices_in(node, places)
-            run.step([run.see(part, matrices, seen) for part in run.parts])
+            run.sum_inputs(matrices, sums, new)
             stay_below(memory)
             for matrix in matrices:
                 if places[matrix] == place:  # a layer that occurs again has more inputs there
@@ -181,19 +177,139 @@ def _by_inputs(
 
 
 def _of_inputs(sums: _Inputs, matrix: Matrix, weights: ModelWeights, by: Criterion) -> Tensor:
+    """Sum what features, heads or neurons matter over those of a unit, which follow each other: (units,)."""
     if by == "activation":
-        by_head = sums.sizes / sums.samples
+        values = sums.sizes / sums.samples
     else:
         columns = weights.matrix(matrix.sublayer, matrix.role).whole().abs().double().sum(0)
-        by_head = columns.to(sums.squares.device) * sums.squares.sqrt()
-    return _by_unit(by_head, matrix.sublayer, weights)
-
-
-def _by_unit(values: Tensor, sublayer: Sublayer, weights: ModelWeights) -> Tensor:
-    """Values of features, heads or neurons, those of a unit one after the other, summed: (units,)."""
-    units = weights.units(sublayer)
-    if sublayer.kind == ATTENTION:
+        values = columns.to(sums.squares.device) * sums.squares.sqrt()
+    units = weights.units(matrix.sublayer)
+    if matrix.sublayer.kind == ATTENTION:
         count = units.get("kv_heads", units["heads"])
     else:
         count = units["neurons"]
     return values.double().view(count, -1).sum(1)
+
+
+@dataclass(frozen=True)
+class ExpertUse:
+    """The use of one mixture's experts, as sums over the tokens of a text.
+
+    Attributes:
+        sent: how many tokens each expert gets, (experts,), float64.
+        weights: the sum of their weights, (experts,).
+        sizes: the sum of the norms of its outputs, (experts,).
+        saliency: the sum of the products of both, (experts,).
+    """
+
+    tokens: int
+    sent: Tensor
+    weights: Tensor
+    sizes: Tensor
+    saliency: Tensor
+
+    def mean(self, sums: Tensor) -> Tensor:
+        """Over the tokens that each expert gets; 0 where it gets none."""
+        return torch.where(self.sent > 0, sums / self.sent.clamp_min(1), 0.0)
+
+    def order(self) -> list[int]:
+        """The experts, the most salient first (REAP); of equal ones the first."""
+        return self.mean(self.saliency).argsort(descending=True, stable=True).tolist()
+
+
+def expert_use(
+    model: PreTrainedModel, windows: Windows, layers: Iterable[int] | None = None, memory: int | None = None
+) -> dict[int, ExpertUse]:
+    """Measure the use of the experts of a model's mixtures on a text, by layer, in one walk through the model."""
+    family = family_of(model.config)
+    asked = range(int(model.config.num_hidden_layers)) if layers is None else layers
+    wanted = {layer for layer in asked if family.spec(FEED_FORWARD, layer).mixture is not None}
+    with as_stored(model) as own:
+        places = {one: place for place, node in enumerate(own.nodes) for one in Program((node,)).sublayers()}
+        blocks = {Matrix(Sublayer(FEED_FORWARD, (layer,)), EXPERTS) for layer in wanted}
+        lost = sorted(one.layer for one in blocks if one.sublayer not in places)
+        if lost:
+            raise ValueError(f"the model does not run F{lost[0]}, so that nothing is known of its experts")
+        nodes = own.nodes[: max((1 + places[one.sublayer] for one in blocks), default=0)]
+        if not nodes:
+            return {}
+        sums: dict[Matrix, _Sums] = {}
+        run = ProgramRun(model, own, windows.ids, memory=memory)
+        layers = run.parts[0].machine.layers
+        weights = layers.weights()
+
+        def new(block: Matrix, _: Tensor) -> _Sums:
+            spec = weights.spec(block.sublayer).mixture
+            assert spec is not None
+            experts = layers.layer(block.layer).get_submodule(spec.experts)
+            routing = spec.routing(model.config)
+            return _Sums(experts, weights.router(block.sublayer, torch.float32), routing, spec.weighs_inputs)
+
+        with progress("experts", len(nodes), "steps") as ran:
+            for node in nodes:
+                run.sum_inputs(matrices_in(node, blocks), sums, new)
+                stay_below(memory)
+                ran(1)
+        return {one.layer: sums[one].use for one in sorted(sums)}
+
+
+def use_table(found: Mapping[int, ExpertUse]) -> pd.DataFrame:
+    """`experts` as `surgeon.findings.scan.Scan` has them."""
+    uses = []
+    for layer, use in found.items():
+        columns = {"load": use.sent / use.tokens, "weight": use.mean(use.weights), "size": use.mean(use.sizes)}
+        columns["saliency"] = use.mean(use.saliency)
+        experts = range(len(use.sent))
+        uses.append(pd.DataFrame({"layer": layer, "expert": experts, **{k: v.cpu() for k, v in columns.items()}}))
+    return pd.concat(uses, ignore_index=True) if uses else pd.DataFrame()
+
+
+class _Sums:
+    def __init__(self, experts: nn.Module, tensors: Tensors, routing: Routing, weighs_inputs: bool) -> None:
+        self.experts = experts
+        self.tensors = tensors  # of the router
+        self.routing = routing
+        self.weighs_inputs = weighs_inputs
+        router = tensors["router.weight"]
+        zero = partial(torch.zeros, len(router), dtype=torch.float64, device=router.device)
+        self.use = ExpertUse(0, zero(), zero(), zero(), zero())
+
+    def add(self, inputs: Tensor, *routed: Tensor) -> None:
+        """Take in inputs of the experts, or the mixture, and the tokens' experts and weights, (tokens, k), if known."""
+        rows = inputs.flatten(0, -2)
+        use = self.use
+        if routed:
+            chosen, weights = routed
+        else:
+            tensors = self.tensors
+            logits = nn.functional.linear(rows.float(), tensors["router.weight"], tensors.get("router.bias"))
+            chosen, weights = route(logits, self.routing, tensors.get("router.correction"))
+        if self.weighs_inputs:
+            sizes = given = self._weighed_sizes(rows, chosen, weights)
+        else:
+            sizes = self._sizes(rows, chosen, weights)
+            given = sizes * weights.double()
+        columns = (use.sent, torch.ones_like(sizes)), (use.weights, weights), (use.sizes, sizes), (use.saliency, given)
+        sent, total, size, salient = (
+            one.index_add(0, chosen.flatten(), new.double().flatten()) for one, new in columns
+        )
+        self.use = ExpertUse(use.tokens + len(rows), sent, total, size, salient)
+
+    def _weighed_sizes(self, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """As `_sizes`, where a token is weighed before an expert reads it, and each expert has a copy of all."""
+        tokens = torch.arange(len(rows), device=rows.device)[:, None]
+        read = rows.new_zeros(len(self.use.sent), *rows.shape)
+        read[chosen, tokens] = rows[:, None] * weights[..., None].to(rows.dtype)
+        made: Tensor = self.experts.forward(read.flatten(0, 1)).view(read.shape)
+        sizes: Tensor = made[chosen, tokens].double().norm(dim=-1)
+        return sizes
+
+    def _sizes(self, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Norms of the experts' outputs for their tokens, (tokens, k), float64."""
+        found = torch.zeros_like(weights, dtype=torch.float64)
+        for expert in chosen.unique().tolist():
+            tokens, place = (chosen == expert).nonzero(as_tuple=True)
+            own = torch.full_like(tokens, expert)[:, None]
+            made = self.experts.forward(rows[tokens], own, weights.new_ones(len(tokens), 1))
+            found[tokens, place] = made.double().norm(dim=-1)
+        return found

@@ -1,6 +1,6 @@
-"""Which cheap measure predicts a scan's heatmaps: rank correlation of each with measured damage, by operation.
+"""Cheap predictors of a scan's heatmaps: rank correlation of each with measured damage, by operation.
 
-Every proxy is so made that more of it should mean more damage. A stretch of layers first..last gets
+Every proxy rises with the damage that it predicts. A stretch of layers first..last gets
 
     length            the number of its layers, which any other proxy has to beat
     block_influence, attention_size, mlp_size
@@ -21,28 +21,22 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy import stats
 
 from surgeon.analysis.similarity import CKA_COLUMNS
 from surgeon.findings.scan import Scan
 from surgeon.findings.similarity import Similarity
 from surgeon.language.operations.declare import HEATMAPS
+from surgeon.quality.summary import Values
 
 DAMAGES = ("divergence", "log_perplexity_ratio")
 PAIR_COLUMNS = ("bound", "relative_bound", "relative_first_order", "relative_error")  # of sensitivity.csv
 LAYER_SUMS = ("block_influence", "attention_size", "mlp_size")
 
-Values = NDArray[np.float64]
-
 
 def read_scan(folder: Path, model_hash: str) -> Scan:
-    """Read what `surgeon scan` has found of a model.
-
-    Raises:
-        FileNotFoundError: if the folder holds none.
-        ValueError: if the scan is of another model, has no map over stretches, or a file of it is damaged.
-    """
+    """Read a scan of a model."""
     found = Scan.read(folder, model_hash)
     # Only cells of stretches can be told by what lies between layers.
     if all(HEATMAPS[str(name)].varied is not None for name in found.cells["operation"]):
@@ -51,18 +45,14 @@ def read_scan(folder: Path, model_hash: str) -> Scan:
 
 
 def damages(scan: Scan) -> pd.DataFrame:
-    """The cells of stretches that measure something of their own, with both damages.
-
-    Returns:
-        As `ScanTable` has them, with `log_perplexity_ratio`, the log of perplexity over that of the unedited model.
-    """
+    """Select the cells of stretches that measure something of their own, with `log_perplexity_ratio` beside."""
     cells = scan.touched.cells.reset_index(drop=True)
     with np.errstate(divide="ignore"):
         return cells.assign(log_perplexity_ratio=np.log(cells["ratio"].to_numpy(np.float64)))
 
 
 def readers(operation: str, first: int, last: int, num_layers: int) -> list[int]:
-    """The layers that an operation on first..last takes the contribution of the layer before them from, or delays it.
+    """The layers that no longer read, or read late, what the layer before them adds, after an operation on first..last.
 
     In parallel or merged these are all layers but the first; where layers are taken together in groups, all but the
     first of each whole group. Layers that are left out are lost to the next one after the stretch too. Where layers
@@ -81,10 +71,6 @@ def proxy_values(
     cells: pd.DataFrame, found: Similarity, pairs: pd.DataFrame | None = None
 ) -> dict[tuple[str, str], Values]:
     """Every proxy of every cell, by name and aggregate ("sum", "mean", "max", or "" where there is nothing to combine).
-
-    Args:
-        cells: with `operation`, `first`, `last`.
-        pairs: of neighbouring layers, as a `Sensitivity` has them.
 
     Returns:
         Arrays of (cells,); NaN where a stretch has no reader.
@@ -116,16 +102,12 @@ def proxy_values(
 
 
 def correlate(damaged: pd.DataFrame, found: Similarity, pairs: pd.DataFrame | None = None) -> pd.DataFrame:
-    """Rank correlation of every proxy with both measured damages, for every operation of a scan.
-
-    Args:
-        damaged: a scan's cells, as `damages` has them.
-        pairs: of neighbouring layers, as a `Sensitivity` has them.
+    """Correlate the ranks of every proxy with both measured damages, for every operation of a scan.
 
     Returns:
-        Rows of `proxies.csv`: `operation`, `damage`, `proxy`, `aggregate`, Spearman's `rho`, its `p` and the number
-        of stretches `n`, and `rho_at_equal_length`, the partial rank correlation given the stretch's length. The
-        stretches overlap, so that p, which takes them for independent, is too small.
+        Rows of `proxies.csv`: `operation`, `damage`, `proxy`, `aggregate`, Spearman's `rho`, its `p`, the number of
+        stretches `n`, and `rho_at_equal_length`, the partial rank correlation given the stretch's length. The stretches
+        overlap, so that p, which takes them for independent, is too small.
     """
     rows = []
     for operation in damaged["operation"].unique():
@@ -163,11 +145,7 @@ class Correlation:
 
 
 def rank_correlation(x: ArrayLike, y: ArrayLike, given: ArrayLike | None = None) -> Correlation:
-    """How far x and y order the same things alike; infinite values are the largest.
-
-    Args:
-        given: a third quantity, whose share in the correlation is taken out in `rho_given`.
-    """
+    """Correlate the ranks of x and y; infinite values are the largest."""
     columns = [np.asarray(values, dtype=np.float64) for values in ((x, y) if given is None else (x, y, given))]
     kept = ~np.isnan(columns).any(0)
     ranks = [stats.rankdata(column[kept]) for column in columns]
@@ -179,7 +157,7 @@ def rank_correlation(x: ArrayLike, y: ArrayLike, given: ArrayLike | None = None)
     return Correlation(rho, p, n, math.nan if given is None else _partial(rho, ranks))
 
 
-def _exact_p(rho: float, x: NDArray[np.float64], y: NDArray[np.float64]) -> float:
+def _exact_p(rho: float, x: Values, y: Values) -> float:
     """The share of all orders of y whose correlation with x is as far from 0."""
     orders = np.array(list(permutations(y - y.mean())))
     products = orders @ (x - x.mean())
@@ -187,7 +165,7 @@ def _exact_p(rho: float, x: NDArray[np.float64], y: NDArray[np.float64]) -> floa
     return float((np.abs(products / sizes) >= abs(rho) - 1e-9).mean())
 
 
-def _partial(rho: float, ranks: list[NDArray[np.float64]]) -> float:
+def _partial(rho: float, ranks: list[Values]) -> float:
     """The first-order partial correlation of ranks, from the three correlations between them."""
     if _constant(ranks[2]):
         return rho
@@ -199,5 +177,5 @@ def _partial(rho: float, ranks: list[NDArray[np.float64]]) -> float:
     return math.nan
 
 
-def _constant(ranks: NDArray[np.float64]) -> bool:
+def _constant(ranks: Values) -> bool:
     return bool((ranks == ranks[0]).all())

@@ -1,8 +1,8 @@
-"""What running neighbouring layers as an LP pair should cost, by appendix A of the Layer Parallelism paper, and does.
+"""Bounds and measurements of the error of LP pairs, by appendix A of the Layer Parallelism paper.
 
-For every pair: the terms of equation 12 on a few windows, the factor by which the
-layers after the pair may enlarge an error (equation 13, the product of the operator norms of I + J_f), and the damage
-to the model's predictions that is measured with just this pair in parallel.
+For every pair: the terms of equation 12 on a few windows, the factor by which the layers after the pair may enlarge an
+error (equation 13, the product of the operator norms of I + J_f), and the damage to the model's predictions with just
+this pair in parallel.
 
 Jacobians are only ever multiplied with vectors. Norms are the Euclidean one of a window's whole stream (tokens x hidden
 numbers), and the operator norm that goes with it, the largest singular value of the Jacobian.
@@ -25,10 +25,11 @@ from torch import Tensor, nn
 from torch.func import jvp, vjp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from surgeon.analysis.engine.measure import MeasureOptions, ProgramJournal, measure
+from surgeon.analysis.engine.measure import MeasureOptions, ProgramJournal
 from surgeon.analysis.engine.memory import windows_at_once
 from surgeon.analysis.engine.sharing import share
 from surgeon.analysis.engine.walk import LayerPass, Walk
+from surgeon.analysis.engine.workers import measure_missing
 from surgeon.analysis.proxies import rank_correlation
 from surgeon.analysis.subject import Subject
 from surgeon.findings.sensitivity import DAMAGES, PREDICTORS, Sensitivity
@@ -55,29 +56,21 @@ TERMS = (
 )
 
 
-@dataclass(frozen=True)
-class PairTerms:
-    """What equation 12 is made of, for one pair of layers (k, k + 1) on one window.
-
-    Attributes:
-        values: by name as in TERMS: `stream_norm`, of the stream after the pair; `update_norm`, |D|;
-            `attention_norm`, |A_{k+1}(x)|; `mlp_norm`, |F_k(u_k)|; the three operator norms; the three terms of the
-            bound and their sum; `first_order`, the size of the error by the Jacobians' products with the actual
-            changes; `error`, the size of the error itself.
-        norms: how the operator norms were found.
-    """
-
-    values: dict[str, float]
-    norms: list[OperatorNorm]
-
-
-def pair_terms(walk: Walk, first: int, passed: LayerPass, lanczos: Lanczos) -> PairTerms:
-    """The terms of the error of an LP pair; to be called within `differentiable`.
+def pair_terms(
+    walk: Walk, first: int, passed: LayerPass, lanczos: Lanczos
+) -> tuple[dict[str, float], list[OperatorNorm]]:
+    """The terms of the error of an LP pair of layers (k, k + 1), equation 12; to be called within `differentiable`.
 
     Args:
         walk: over one window.
         first: layer k.
         passed: its pass over the stream of the unedited model.
+
+    Returns:
+        By name as in TERMS: `stream_norm`, of the stream after the pair; `update_norm`, |D|; `attention_norm`,
+        |A_{k+1}(x)|; `mlp_norm`, |F_k(u_k)|; the three operator norms; the three terms of the bound and their sum;
+        `first_order`, the size of the error by the Jacobians' products with the actual changes; `error`, its size.
+        And the operator norms, with their convergence.
     """
     following = first + 1
     x = passed.before
@@ -116,12 +109,7 @@ def pair_terms(walk: Walk, first: int, passed: LayerPass, lanczos: Lanczos) -> P
     }
     values = {"stream_norm": _norm(in_sequence.after), **sizes, **jacobians, **shifts}
     values |= {"bound": sum(shifts.values()), "first_order": _norm(first_order), "error": _norm(error)}
-    return PairTerms(values, norms)
-
-
-def layer_norm(walk: Walk, layer: int, stream: Tensor, lanczos: Lanczos) -> OperatorNorm:
-    """The operator norm of I + J_f, the Jacobian of a whole layer's map (equation 13); within `differentiable`."""
-    return lanczos.norm(lambda at: walk.layer(layer, at).after, stream)
+    return values, norms
 
 
 def _norm(stream: Tensor) -> float:
@@ -133,10 +121,10 @@ DEFAULT_WINDOWS = 4
 
 
 class SensitivityJournal(ProgramJournal):
-    """What a folder's sensitivity has found: damage of pairs, and what is computed for each layer by itself.
+    """A folder's sensitivity: damage of pairs, and terms of layers.
 
     Attributes:
-        layers: by window and layer, what `_about_layer` says.
+        layers: by window and layer, as `_about_layer` has them.
     """
 
     def __init__(self, folder: Path, identity: dict[str, Any], windows: int) -> None:
@@ -155,17 +143,8 @@ def sensitivity(
 ) -> Sensitivity:
     """Measure all pairs of neighbouring layers, and write `sensitivity.csv` and `sensitivity.json`.
 
-    Started again on the same folder it goes on where it was, by `sensitivity.jsonl`. Of the subject's limit on memory
-    Jacobians take one window, whatever it is.
-
-    Args:
-        lanczos: how operator norms are found.
-        jacobian_windows: on how many windows, spread over all of them.
-
-    Raises:
-        ValueError: if the model is an edited one, has only one layer, its streams are not finite (naming the
-            sublayer), the folder holds results of something else, or the memory limit is too small.
-        OSError: if the folder cannot be written to.
+    Started again on the same folder it goes on where it was, by `sensitivity.jsonl`. Jacobians take one window,
+    whatever the limit on memory; `jacobian_windows` of them are spread over the text.
     """
     model = subject.model
     windows = subject.windows
@@ -186,11 +165,20 @@ def sensitivity(
     dense = program_of(model)
     pairs = [pair(dense, range(first, first + 2)) for first in range(num_layers - 1)]
     with SensitivityJournal(folder, identity, len(windows.ids)) as journal:
-        _measure_damage(subject, dense, pairs, journal)
+        plan = share([dense, *pairs])
+        at_once = windows_at_once(model, plan, windows.ids, subject.memory)
+        options = MeasureOptions(at_once, memory=subject.memory, folder=folder)
+        measure_missing("damage", subject, journal, plan, range(journal.windows), options)
         _compute_terms(subject, chosen, lanczos, journal)
     base_perplexity = perplexity(journal.values(dense, range(len(windows.ids)))[0])
     table = _table(journal, chosen, pairs, base_perplexity)
-    correlations = _correlations(table)
+    rows = []
+    for predictor in PREDICTORS:
+        for damage in DAMAGES:
+            if predictor != damage:
+                one = rank_correlation(table[predictor], table[damage])
+                rows.append((predictor, damage, one.rho, one.p, one.n))
+    correlations = pd.DataFrame(rows, columns=["predictor", "damage", "rho", "p", "n"])
     within = [one["terms"]["error"] <= one["terms"]["bound"] for one in journal.layers.values() if one["terms"]]
     record = subject.provenance(seed=lanczos.seed) | {
         "jacobian_windows": chosen,
@@ -207,20 +195,8 @@ def sensitivity(
 
 
 def spread(windows: int, wanted: int) -> list[int]:
-    """The numbers of up to this many windows, spread evenly over all of them."""
+    """Choose up to this many windows, spread evenly over all of them."""
     return sorted({int(place) for place in np.linspace(0, windows - 1, min(wanted, windows)).round()})
-
-
-def _measure_damage(subject: Subject, dense: Program, pairs: list[Program], journal: SensitivityJournal) -> None:
-    """Measure what each pair in parallel does to the model's predictions, on all windows."""
-    ids = subject.windows.ids
-    everything = range(journal.windows)
-    plan = share([dense, *pairs])
-    at_once = windows_at_once(subject.model, plan, ids, subject.memory)
-    done = sum(plan.sublayers[program] for program in pairs if journal.is_done(program, everything))
-    with progress("damage", plan.total_sublayers, "sublayers", done) as ran:
-        options = MeasureOptions(at_once, journal.is_done, ran, memory=subject.memory, folder=journal.folder)
-        journal.add_new(measure(subject.model, ids, plan, options), everything)
 
 
 def _compute_terms(subject: Subject, chosen: list[int], lanczos: Lanczos, journal: SensitivityJournal) -> None:
@@ -244,12 +220,16 @@ def _compute_terms(subject: Subject, chosen: list[int], lanczos: Lanczos, journa
 
 def _about_layer(walk: Walk, passed: LayerPass, layer: int, num_layers: int, lanczos: Lanczos) -> dict[str, Any]:
     """The terms of equation 12 of the pair that a layer begins, and its factor in equation 13."""
-    terms = pair_terms(walk, layer, passed, lanczos) if layer + 1 < num_layers else None
+    terms = None
+    norms: list[OperatorNorm] = []
+    if layer + 1 < num_layers:
+        terms, norms = pair_terms(walk, layer, passed, lanczos)
     # No pair has the first two layers after it.
-    gain = layer_norm(walk, layer, passed.before, lanczos) if layer > 1 else None
-    norms = [*(terms.norms if terms else []), *([gain] if gain else [])]
+    gain = lanczos.norm(lambda at: walk.layer(layer, at).after, passed.before) if layer > 1 else None
+    if gain is not None:
+        norms = [*norms, gain]
     return {
-        "terms": terms.values if terms else None,
+        "terms": terms,
         "gain": gain.value if gain else None,
         "iterations": max((norm.iterations for norm in norms), default=0),
         "converged": all(norm.converged for norm in norms),
@@ -282,16 +262,6 @@ def _table(
     return pd.DataFrame(rows)
 
 
-def _correlations(table: pd.DataFrame) -> pd.DataFrame:
-    rows = []
-    for predictor in PREDICTORS:
-        for damage in DAMAGES:
-            if predictor != damage:
-                found = rank_correlation(table[predictor], table[damage])
-                rows.append((predictor, damage, found.rho, found.p, found.n))
-    return pd.DataFrame(rows, columns=["predictor", "damage", "rho", "p", "n"])
-
-
 Function = Callable[[Tensor], Tensor]
 
 _SMALLEST = torch.finfo(torch.float32).tiny
@@ -304,7 +274,7 @@ class OperatorNorm:
 
     Attributes:
         value: not below the largest singular value, but for a probability of 1e-4, if `converged`.
-        converged: whether that is the case, and it is above it by no more than the tolerance.
+        converged: whether that holds, and it is above it by no more than the tolerance.
     """
 
     value: float
@@ -314,12 +284,12 @@ class OperatorNorm:
 
 @dataclass(frozen=True)
 class Lanczos:
-    """How operator norms are bounded: by the Lanczos iteration on J^T J from a random vector.
+    """Bounds operator norms by the Lanczos iteration on J^T J from a random vector.
 
     The largest Ritz value t of k iterations is not above the largest eigenvalue of J^T J, and below it by a share e of
     it with a probability of at most 1.648 sqrt(N) exp(-(2k - 1) sqrt(e)), where N numbers are in a stream, however
-    close its singular values are (Kuczynski and Wozniakowski 1992, theorem 4.2). So the iterations that a tolerance
-    takes are known before, and the norm is at most sqrt(t / (1 - e)).
+    close its singular values are (Kuczynski and Wozniakowski 1992, theorem 4.2). So the iterations for a tolerance are
+    known before, and the norm is at most sqrt(t / (1 - e)).
 
     Attributes:
         iterations: at most; each takes one product with the Jacobian and one with its transpose.
@@ -377,7 +347,7 @@ def _largest_ritz_value(function: Function, point: Tensor, dims: tuple[int, ...]
 
 
 def _precise(point: Tensor) -> torch.dtype:
-    """What vectors are kept in: never 16 bits, where they would have three digits."""
+    """The dtype of vectors: never 16 bits, where they would have three digits."""
     return torch.promote_types(point.dtype, torch.float32)
 
 
@@ -399,9 +369,9 @@ def push(function: Function, point: Tensor, vector: Tensor) -> Tensor:
 
 @contextmanager
 def differentiable(model: nn.Module) -> Iterator[None]:
-    """Within this, sublayers of a model can be differentiated forwards, as fused kernels and grouped products cannot.
+    """Make sublayers of a model differentiable forwards, as fused kernels and grouped products are not.
 
-    What a sublayer computes stays the same up to rounding. Parameters get no gradients.
+    Outputs stay the same up to rounding. Parameters get no gradients.
     """
     config: Any = model.config
     before = config._experts_implementation

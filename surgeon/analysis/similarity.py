@@ -1,15 +1,15 @@
-"""How little a layer's work depends on the layer before it: counterfactual CKA, block influence, angular distance.
+"""Similarity of layers: counterfactual CKA, block influence, angular distance.
 
-The CKA compares what a sublayer adds in the unedited model with what it adds when the contribution of the layer before
-is taken out of the stream (Layer Parallelism, section 3, figure 5). With h_k the stream after layer k and x the one
-before it, the counterfactual stream h_k - A_k - F_k is x itself: the next layer is run on it.
+The CKA compares a sublayer's output in the unedited model with its output when the contribution of the layer before is
+taken out of the stream (Layer Parallelism, section 3, figure 5). With h_k the stream after layer k and x the one before
+it, the counterfactual stream h_k - A_k - F_k is x itself: the next layer is run on it.
 
-Block influence is 1 minus the cosine between the stream before and after a layer (ShortGPT, Men et al. 2024,
-equation 1), angular distance the angle between the streams before and after a stretch of layers, as a share of a half
-turn (Gromov et al. 2024, "The Unreasonable Ineffectiveness of the Deeper Layers", equation 6).
+Block influence is 1 minus the cosine between the stream before and after a layer (ShortGPT, Men et al. 2024, equation
+1), angular distance the angle between the streams before and after a stretch of layers, as a share of a half turn
+(Gromov et al. 2024, "The Unreasonable Ineffectiveness of the Deeper Layers", equation 6).
 
-Native tracks are compared each with itself: streams and stretches are those of one track between two meetings, and
-what is taken out of the stream at a meeting is the last layer of the track's own.
+Native tracks are compared each with itself: streams and stretches are those of one track between two meetings, and at a
+meeting the contribution of the track's own last layer is taken out.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LinearCKA:
     """Compares two sets of features of the same samples, given in batches.
 
     Attributes:
-        samples: how many were given so far.
+        samples: given so far.
     """
 
     def __init__(self) -> None:
@@ -73,9 +73,6 @@ class LinearCKA:
         """CKA from unbiased estimates of HSIC: around 0 for unrelated features, however few samples there are.
 
         NaN where features do not vary, or too little to be told from noise.
-
-        Raises:
-            ValueError: for fewer than 4 samples.
         """
         if self.samples < LEAST_SAMPLES:
             raise ValueError(f"debiased CKA needs at least {LEAST_SAMPLES} samples, not {self.samples}")
@@ -89,7 +86,7 @@ class LinearCKA:
 
 
 class _Sums:
-    """Sums over samples that both estimates of HSIC between features x and y are made of.
+    """Sums over samples for both estimates of HSIC between features x and y.
 
     Attributes:
         product: X' Y.
@@ -132,6 +129,7 @@ class _Sums:
 
 
 CKA_COLUMNS = ("cka_attention", "cka_attention_debiased", "cka_mlp", "cka_mlp_debiased")
+DISTANCE_COLUMNS = ["first", "last", "angular_distance", "angular_distance_last_token", "cosine_distance"]
 _BLOCK_BYTES = 64 << 20
 _STREAMS_COMPARED = 16  # two passes over a layer, and two outputs in float64 as they are and around their mean
 
@@ -143,8 +141,8 @@ class Streams:
     Attributes:
         run: the layers.
         cosine: between the streams at two depths, (layers + 1, layers + 1).
-        angle: the angle between them, as a share of a half turn, of the same shape.
-        last_angle: the same over the last token of each window only.
+        angle: between them, as a share of a half turn, of the same shape.
+        last_angle: over the last token of each window only.
         sizes: by layer, the size of the attention's and of the feed-forward's output relative to the stream that each
             reads, (layers, 2).
     """
@@ -155,13 +153,6 @@ class Streams:
     last_angle: Tensor
     sizes: Tensor
 
-    @classmethod
-    def nothing(cls, run: range) -> Streams:
-        """Zeros, to add to."""
-        depths = len(run) + 1
-        cosine, angle, last_angle = torch.zeros(3, depths, depths, dtype=torch.float64)
-        return cls(run, cosine, angle, last_angle, torch.zeros(len(run), 2, dtype=torch.float64))
-
 
 def similarity(subject: Subject, folder: Path, inputs: dict[str, Any] | None = None) -> Similarity:
     """Measure CKA, block influence and angular distances, and write `similarity.csv`, `distances.csv` and the record.
@@ -169,17 +160,9 @@ def similarity(subject: Subject, folder: Path, inputs: dict[str, Any] | None = N
     A model that runs a program of its own (native tracks, say) has rows for the layers that it runs whole, and for
     stretches of them that one track runs in order.
 
-    Runs the model's layers three times over: once for the distances between all depths, then, layer by layer, as they
-    are and on the counterfactual stream. Besides the model it holds two streams of all tokens, and the features' 6
+    Runs the model's layers three times over: once for the distances between all depths, then, layer by layer, on their
+    own and on the counterfactual stream. Besides the model it holds two streams of all tokens, and the features' 6
     covariance matrices of one layer.
-
-    Args:
-        inputs: what else the record tells of, as JSON values.
-
-    Raises:
-        ValueError: if the model runs no layer whole, or weights that are those of no layer, its streams are not finite
-            (naming the sublayer), there are fewer than 4 tokens, or the memory limit is too small.
-        OSError: if the folder cannot be written to.
     """
     model = subject.model
     ids = subject.windows.ids
@@ -196,27 +179,41 @@ def similarity(subject: Subject, folder: Path, inputs: dict[str, Any] | None = N
             streams = _compare_streams(subject, program, runs, ran)
             cka = _counterfactual_cka(subject, program, layers, ran)
     record |= {"samples": ids.numel(), "features": model.config.hidden_size}
-    found = Similarity(_layers_table(cka, streams), _distances_table(streams), record=record)
+    layers_table = []
+    distances = []
+    columns = iter(cka)
+    for one in streams:
+        for place, layer in enumerate(one.run):
+            row = {
+                "layer": layer,
+                **next(columns),
+                "block_influence": 1 - float(one.cosine[place, place + 1]),
+                "attention_size": float(one.sizes[place, 0]),
+                "mlp_size": float(one.sizes[place, 1]),
+            }
+            layers_table.append(row)
+            for end in range(place + 1, len(one.run) + 1):
+                values = (one.angle[place, end], one.last_angle[place, end], 1 - one.cosine[place, end])
+                distances.append((layer, one.run[end - 1], *map(float, values)))
+    found = Similarity(
+        pd.DataFrame(layers_table).sort_values("layer", kind="stable", ignore_index=True),
+        pd.DataFrame(sorted(distances), columns=DISTANCE_COLUMNS),
+        record=record,
+    )
     found.write(folder)
     return found
 
 
 @torch.inference_mode()
 def _compare_streams(subject: Subject, program: Program, runs: Sequence[range], ran: Advance) -> list[Streams]:
-    """Compare the streams of a model's own program at all depths of each run of whole layers.
-
-    Args:
-        program: over the layers that the model is stored as.
-        ran: called with the number of sublayers run, times the windows they ran on.
-
-    Raises:
-        ValueError: naming the sublayer where numbers stop being finite; if no layer is run whole, or the limit is too
-            small.
-    """
+    """Compare the streams of a model's own program at all depths of each run of whole layers."""
     model = subject.model
     ids = subject.windows.ids
     at_once = windows_in_a_walk(model, ids, max(map(len, runs)) + 1, 2 * _BLOCK_BYTES, subject.memory)
-    sums = [Streams.nothing(run) for run in runs]
+    sums = []
+    for run in runs:
+        cosine, angle, last_angle = torch.zeros(3, len(run) + 1, len(run) + 1, dtype=torch.float64)
+        sums.append(Streams(run, cosine, angle, last_angle, torch.zeros(len(run), 2, dtype=torch.float64)))
     for walk in walks(model, ids, at_once):
         places = iter(sums)
         for one in layers_run(walk, program):
@@ -266,17 +263,7 @@ def _add(sum_: Streams, streams: list[Tensor]) -> None:
 
 @torch.inference_mode()
 def _counterfactual_cka(subject: Subject, program: Program, layers: int, ran: Advance) -> list[dict[str, float]]:
-    """For each whole layer, in the order of `runs_of`: what its sublayers add, and what without the layer before.
-
-    A layer without one before it counts for `ran` like the others.
-
-    Returns:
-        The CKA columns of `similarity.csv`; NaN where there is no layer before, where features do not vary or, without
-        the layer before, are not finite.
-
-    Raises:
-        ValueError: as `_compare_streams`.
-    """
+    """CKA of each whole layer's outputs with those without the layer before; NaN where there is none."""
     model = subject.model
     ids = subject.windows.ids
     hidden = model.config.hidden_size
@@ -296,44 +283,10 @@ def _counterfactual_cka(subject: Subject, program: Program, layers: int, ran: Ad
                 without = walk.layer(one.layer, one.without)
                 attention.add(one.passed.attention.flatten(0, 1), without.attention.flatten(0, 1))
                 mlp.add(one.passed.mlp.flatten(0, 1), without.mlp.flatten(0, 1))
-            known = one.without is not None
             del one
             ran(4 * len(walk.ids))
-        if known:
+        values = [math.nan] * 4
+        if attention.samples:
             values = [x for cka in (attention, mlp) for x in (cka.biased(), cka.debiased())]
-        else:
-            values = [math.nan] * 4
         compared.append(dict(zip(CKA_COLUMNS, values, strict=True)))
     return compared
-
-
-def _layers_table(compared: list[dict[str, float]], streams: list[Streams]) -> pd.DataFrame:
-    places = [(found, place) for found in streams for place in range(len(found.run))]
-    rows = [
-        {
-            "layer": found.run[place],
-            **cka,
-            "block_influence": 1 - float(found.cosine[place, place + 1]),
-            "attention_size": float(found.sizes[place, 0]),
-            "mlp_size": float(found.sizes[place, 1]),
-        }
-        for (found, place), cka in zip(places, compared, strict=True)
-    ]
-    return pd.DataFrame(rows).sort_values("layer", kind="stable", ignore_index=True)
-
-
-def _distances_table(streams: list[Streams]) -> pd.DataFrame:
-    rows = [
-        (
-            found.run[first],
-            found.run[last],
-            float(found.angle[first, last + 1]),
-            float(found.last_angle[first, last + 1]),
-            1 - float(found.cosine[first, last + 1]),
-        )
-        for found in streams
-        for first in range(len(found.run))
-        for last in range(first, len(found.run))
-    ]
-    columns = ["first", "last", "angular_distance", "angular_distance_last_token", "cosine_distance"]
-    return pd.DataFrame(sorted(rows), columns=columns)

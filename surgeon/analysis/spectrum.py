@@ -1,30 +1,28 @@
-"""Singular values of a model's matrices, and the damage that cutting each of them down to a lower rank does.
+"""Singular values of a model's matrices, and the damage of cutting each of them down to a lower rank.
 
-One walk through the model as it is, node by node. Before a node lie the streams of the text to calibrate on, which give
-the second moments of its matrices' inputs, and of the text to measure on, from which every truncation of one of its
-matrices goes on: layers before the changed one run once for all of them. The two texts are different ones, so that a
-truncation is not measured on what it was fitted to. Where a program of its own has forks (native tracks), a fork is one
-node, and all of it runs again for each truncation in it.
+One walk through the model, node by node. Before a node lie the streams of the text to calibrate on, which give the
+second moments of its matrices' inputs, and of the text to measure on, from which every truncation of one of its
+matrices goes on: layers before the changed one run once for all of them. The two texts differ, so that a truncation is
+not measured on the text it was fitted to. A fork of a program of its own (native tracks) is one node, all of which runs
+again for each truncation in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 import pandas as pd
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from surgeon.analysis.engine.walk import HEAD_NOT_FINITE
-from surgeon.analysis.factors.allocation import curves_of, effective_rank, energy_rank, kept_parameters
+from surgeon.analysis.factors.allocation import Curve, effective_rank, energy_rank, kept_parameters
 from surgeon.analysis.factors.calibration import recorded
 from surgeon.analysis.factors.matrices import Matrices, Matrix, choose_layers, choose_weights, find_matrices
 from surgeon.analysis.factors.program_run import ProgramRun, ReferenceText, matrices_in
-from surgeon.analysis.spectrum_journal import ByWindow, SingularValues, SpectrumJournal, Truncation
 from surgeon.analysis.subject import Subject
 from surgeon.errors import shown
 from surgeon.findings.spectrum import METHODS, Spectrum, TargetRank, parse_ranks
@@ -34,9 +32,88 @@ from surgeon.language.sublayer import Sublayer
 from surgeon.models.edit import as_stored, program_of
 from surgeon.models.families import family_of
 from surgeon.models.weights.decompose import Decomposition, SecondMoment, Whitening, decompose, truncate, whiten
+from surgeon.processes.journal import Journal, read_journal
 from surgeon.progress import Advance, progress
+from surgeon.provenance import FORMAT
 from surgeon.quality.data import Windows
-from surgeon.quality.summary import ESTIMATE_COLUMNS, estimate, perplexity, perplexity_interval
+from surgeon.quality.summary import ESTIMATE_COLUMNS, Values, estimate, perplexity, perplexity_interval
+
+JOURNAL = "journal.jsonl"
+ByWindow = dict[str, Values]  # nll and divergence from the original, nats per token, (windows,) each
+
+
+@dataclass(frozen=True)
+class SingularValues:
+    """The singular values of one matrix.
+
+    Attributes:
+        size: (out_features, in_features).
+        values: by method, of W and of W S, largest first.
+        factor: how S was made, as in `Whitening.how`.
+        input_rank: the rank of S.
+    """
+
+    size: tuple[int, int]
+    values: Mapping[str, Values]
+    factor: str
+    input_rank: int
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """One matrix cut down to a rank."""
+
+    matrix: Matrix
+    method: str
+    rank: int
+
+
+class SpectrumJournal(Journal):
+    """A spectrum's measurements, kept in a folder as they are made.
+
+    Attributes:
+        base_nll: the unedited model's negative log-likelihood by window, once it is known.
+        spectra: by matrix.
+        damage: by truncation.
+    """
+
+    def __init__(self, folder: Path | None, identity: dict[str, Any] | None = None) -> None:
+        self.base_nll: Values | None = None
+        self.spectra: dict[Matrix, SingularValues] = {}
+        self.damage: dict[Truncation, ByWindow] = {}
+        if folder is None:
+            super().__init__(None, "spectrum")
+        else:
+            super().__init__(folder / JOURNAL, "spectrum", {"format": FORMAT} | (identity or {}))
+
+    def take(self, line: Any) -> None:
+        if "base" in line:
+            self.base_nll = np.array(line["base"], dtype=np.float64)
+            return
+        matrix = Matrix.of(line["layer"], line["weight"])
+        if "rank" in line:
+            numbers = {name: np.array(line[name], dtype=np.float64) for name in ("nll", "divergence")}
+            self.damage[Truncation(matrix, line["method"], line["rank"])] = numbers
+            return
+        values = {name: np.array(line[name], dtype=np.float64) for name in METHODS}
+        out_features, in_features = line["size"]
+        self.spectra[matrix] = SingularValues((out_features, in_features), values, line["factor"], line["input_rank"])
+
+    def lacks_damage(self, truncations: Iterable[Truncation]) -> bool:
+        return any(truncation not in self.damage for truncation in truncations)
+
+
+def read_findings(folder: Path) -> tuple[dict[str, Any], SpectrumJournal]:
+    """Read a folder's journal, with the identity of its numbers."""
+    identity, lines = read_journal(folder / JOURNAL, "spectrum")
+    found = SpectrumJournal(None)
+    try:
+        for line in lines:
+            found.take(line)
+    except (IndexError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder / JOURNAL} is damaged; run surgeon spectrum again on its folder") from error
+    return identity, found
+
 
 Method = Literal["whitened", "plain"]
 DEFAULT_RANKS = parse_ranks("1/8,1/4,1/2,3/4")
@@ -44,7 +121,7 @@ DEFAULT_RANKS = parse_ranks("1/8,1/4,1/2,3/4")
 
 @dataclass(frozen=True)
 class SpectrumRequest:
-    """What one command asks for; made by `request`, which checks it.
+    """A command's request; made by `request`, which checks it.
 
     Attributes:
         ranks: to cut each matrix down to; none if no damage is measured.
@@ -69,11 +146,7 @@ def request(
     ranks: Sequence[TargetRank] = DEFAULT_RANKS,
     method: Method = "whitened",
 ) -> SpectrumRequest:
-    """What to do with a model of this configuration; by default all of it.
-
-    Raises:
-        ValueError: if layers are out of range, the architecture has no such weight, or there is no such method.
-    """
+    """Make a request to a model of this configuration; by default for all of it."""
     if method not in get_args(Method):
         raise ValueError(f"there is no method {method!r}; use whitened or plain")
     chosen = choose_weights(family_of(config), weights)
@@ -83,22 +156,14 @@ def request(
 def spectrum(subject: Subject, calibration: Windows, folder: Path, wanted: SpectrumRequest, after: int = 0) -> Spectrum:
     """Find singular values and damage, and write `spectrum.csv`, `singular_values.csv`, `damage.csv`, `spectrum.json`.
 
-    What the folder holds already is not computed again. The tables have what is asked for now, the journal also what
-    was asked for before.
-
-    A model that runs a program of its own (native tracks, say) has the matrices of the layers that it is stored as, and
-    is compared with itself.
+    Computed values of the folder are used again. The tables have what is asked for now, the journal also what was asked
+    for before. A model that runs a program of its own (native tracks, say) has the matrices of the layers that it is
+    stored as, and is compared with itself.
 
     Args:
-        subject: damage is measured on its text; its model is left as it is, also if this fails.
-        calibration: what inputs are taken from, for whitening.
+        subject: damage is measured on its text.
+        calibration: text of the inputs, for whitening.
         after: how many tokens come before it in its data.
-
-    Raises:
-        ValueError: if the model runs a program whose weights are those of no layer, or that does not run one of these
-            layers, a matrix is no plain linear module or not finite, its inputs are not, a rank is above the full one,
-            or the folder holds a spectrum of something else.
-        OSError: if the folder cannot be written to, or another process is writing to it.
     """
     model = subject.model
     windows = subject.windows
@@ -119,11 +184,20 @@ def spectrum(subject: Subject, calibration: Windows, folder: Path, wanted: Spect
         work = _Work(model, program, wanted)
         with SpectrumJournal(folder, identity) as journal:
             work.fill(journal, windows, calibration)
-            return _write(folder, work, journal, windows, record)
+    spectra = {matrix: journal.spectra[matrix] for matrix in work.all}
+    base = journal.base_nll
+    assert base is not None
+    measured = {one: journal.damage[one] for matrix in work.all for one in work.truncations[matrix]}
+    damage = damage_table(measured, spectra, windows.predicted)
+    value = perplexity(base)
+    record |= wanted.to_json() | {"base_perplexity": value, "base_interval": perplexity_interval(base)}
+    curves = curves_of(spectra, measured, wanted.method)
+    found = Spectrum(spectrum_table(spectra), damage, values_table(spectra), value, curves, record=record)
+    return replace(found, files=(*found.write(folder), folder / found.RECORD))
 
 
 class _Work:
-    """The matrices asked for, and how each of them is decomposed and truncated."""
+    """The requested matrices, with their decompositions and truncations."""
 
     def __init__(self, model: PreTrainedModel, program: Program, wanted: SpectrumRequest) -> None:
         self.model = model
@@ -184,7 +258,7 @@ class _Work:
                     measured.step()
 
     def _amounts(self, nodes: list[list[Matrix]], journal: SpectrumJournal) -> tuple[int, str, int]:
-        """All work, its unit, and what is done of it: a decomposition counts as one node of the program."""
+        """All work, its unit, and the finished part: a decomposition counts as one node of the program."""
         total = done = 0
         for left, here in zip(range(len(nodes), 0, -1), nodes, strict=True):
             for matrix in here:
@@ -225,32 +299,22 @@ def _whitenings(run: ProgramRun, matrices: list[Matrix]) -> dict[Matrix, Whiteni
     first: dict[tuple[Sublayer, bool], Matrix] = {}
     sources = {matrix: first.setdefault(matrix.inputs, matrix) for matrix in matrices}
     moments: dict[Matrix, SecondMoment] = {}
-
-    def seen(matrix: Matrix, inputs: Tensor) -> None:
-        if matrix not in moments:
-            moments[matrix] = SecondMoment(inputs.shape[-1], inputs.device)
-        moments[matrix].add(inputs)
-
-    run.step([run.see(part, first.values(), seen) for part in run.parts])
+    run.sum_inputs(first.values(), moments, lambda _, inputs: SecondMoment(inputs.shape[-1], inputs.device))
     factors = {source: whiten(moment) for source, moment in moments.items()}
     return {matrix: factors[source] for matrix, source in sources.items()}
 
 
-def _write(folder: Path, work: _Work, journal: SpectrumJournal, windows: Windows, record: dict[str, Any]) -> Spectrum:
-    spectra = {matrix: journal.spectra[matrix] for matrix in work.all}
-    matrices = spectrum_table(spectra)
-    values = values_table(spectra)
-    truncations = [truncation for matrix in work.all for truncation in work.truncations[matrix]]
-    base = journal.base_nll
-    assert base is not None
-    measured = {truncation: journal.damage[truncation] for truncation in truncations}
-    damage = damage_table(measured, spectra, windows.predicted)
-    value = perplexity(base)
-    record = record | work.wanted.to_json() | {"base_perplexity": value, "base_interval": perplexity_interval(base)}
-    curves = curves_of(spectra, measured, work.wanted.method)
-    found = Spectrum(matrices, damage, values, value, curves, record=record)
-    files = (*found.write(folder), folder / found.RECORD)
-    return replace(found, files=files)
+def curves_of(
+    spectra: Mapping[Matrix, SingularValues], damage: Mapping[Truncation, ByWindow], method: str
+) -> tuple[Curve, ...]:
+    """The curves of a spectrum's matrices, for truncations by one method."""
+    measured: dict[Matrix, dict[int, float]] = {}
+    for truncation, quality in damage.items():
+        if truncation.method == method:
+            measured.setdefault(truncation.matrix, {})[truncation.rank] = float(quality["divergence"].mean())
+    return tuple(
+        Curve(matrix, found.size, found.values[method], measured.get(matrix, {})) for matrix, found in spectra.items()
+    )
 
 
 PERCENTAGES = (90, 95, 99)
@@ -270,7 +334,7 @@ def spectrum_table(spectra: Mapping[Matrix, SingularValues]) -> pd.DataFrame:
         row: dict[str, Any] = {"layer": matrix.layer, "weight": matrix.role}
         row |= {"out_features": out_features, "in_features": in_features, "full_rank": min(found.size)}
         for method, ending in METHODS.items():
-            values = found.plain if method == "plain" else found.whitened
+            values = found.values[method]
             ranks = {percent: energy_rank(values, percent / 100) for percent in PERCENTAGES}
             row |= {f"rank{percent}{ending}": rank for percent, rank in ranks.items()}
             row |= {f"kept{percent}{ending}": kept_parameters(*found.size, rank) for percent, rank in ranks.items()}
@@ -280,7 +344,7 @@ def spectrum_table(spectra: Mapping[Matrix, SingularValues]) -> pd.DataFrame:
 
 
 def notes_on(table: pd.DataFrame) -> tuple[str, ...]:
-    """What a user should know about the calibration, one line each; `table` as `spectrum_table` makes it."""
+    """Notes on the calibration; `table` as `spectrum_table` makes it."""
     short = table[table["input_rank"] < table["in_features"]]
     if short.empty:
         return ()
@@ -298,7 +362,7 @@ def values_table(spectra: Mapping[Matrix, SingularValues]) -> pd.DataFrame:
     tables = []
     for matrix, found in spectra.items():
         for method in METHODS:
-            values = found.plain if method == "plain" else found.whitened
+            values = found.values[method]
             about = {"layer": matrix.layer, "weight": matrix.role, "method": method, "index": range(len(values))}
             tables.append(pd.DataFrame(about | {"value": values}))
     return pd.concat(tables, ignore_index=True)
@@ -307,11 +371,7 @@ def values_table(spectra: Mapping[Matrix, SingularValues]) -> pd.DataFrame:
 def damage_table(
     damage: Mapping[Truncation, ByWindow], spectra: Mapping[Matrix, SingularValues], predicted: int
 ) -> pd.DataFrame:
-    """One row per truncation, with the columns of `damage.csv`; NaN where there is no interval.
-
-    Args:
-        predicted: how many tokens of the text are predicted in all.
-    """
+    """One row per truncation, with the columns of `damage.csv`; NaN where there is no interval."""
     rows = []
     for truncation, quality in damage.items():
         matrix = truncation.matrix

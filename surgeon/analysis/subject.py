@@ -1,4 +1,4 @@
-"""What an analysis works on: a model, and the text it is measured on."""
+"""The subject of an analysis: a model, and the text it is measured on."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Subject:
     Attributes:
         opened: the model as the user named it.
         model: the same, loaded.
-        memory: the limit it was opened under, in bytes, which what measures it has to keep.
+        memory: the limit in bytes on the memory of the process.
     """
 
     opened: Model
@@ -35,7 +35,7 @@ class Subject:
     memory: int | None = None
 
     def provenance(self, **more: Any) -> dict[str, Any]:
-        """The record that goes beside every table made of this subject."""
+        """Record the subject, for every table made of it."""
         text = self.windows
         return self.opened.provenance(
             **text.record(),
@@ -58,17 +58,13 @@ def open_subject(
     memory: int | str | None = None,
     elsewhere: bool = False,
 ) -> Subject:
-    """Load a model and the text to measure it on, and warn of what there is to know of the text.
+    """Load a model and the text to measure it on, with warnings about the text.
+
+    The text comes first, so that its faults are known before a large model is loaded.
 
     Args:
-        model, data, tokens, window, separator: as `open_model` and `load_windows` take them; without data, the text of
-            `default_data`.
         memory: a limit on the memory of the whole process, in bytes or as one writes it ("2GB").
-        elsewhere: other processes will run the model; here it only has to be known what it consists of.
-
-    Raises:
-        FileNotFoundError: if the model, a file of it, or the data is missing.
-        ValueError: if one of them cannot be used, saying why, or the limit is no amount of memory.
+        elsewhere: other processes will run the model; here only its structure is needed.
     """
     opened = open_model(model)
     limit = parse_size(memory) if isinstance(memory, str) else memory
@@ -84,14 +80,7 @@ def open_subject(
 
 
 def load_for_analysis(model: Model, memory: int | None = None, device: str | None = None) -> PreTrainedModel:
-    """A model to measure: whole where it fits, else with weights that are read layer by layer.
-
-    Args:
-        memory: a limit in bytes on the memory of the process, where the model is on the CPU; by default most of what
-            the machine has left.
-        device: "cpu" or "cuda:1" for example; by default the first GPU that has room for it, or the first one, if there
-            is any.
-    """
+    """Load a model to measure: whole where it fits, else with weights that are read layer by layer."""
     if device is None and torch.cuda.is_available():
         device = str(gpu_with_room(model.bytes_on("cuda") + _LEAST_ROOM) or "cuda:0")
     device = device or "cpu"

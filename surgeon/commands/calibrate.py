@@ -48,7 +48,7 @@ def calibrate(
         OSError: if it cannot be written.
     """
     from surgeon.cost.calibrate import calibrate as measure
-    from surgeon.cost.hardware_file import load_hardware
+    from surgeon.cost.hardware import load_hardware
     from surgeon.processes.files import write_text
 
     path = Path(output)

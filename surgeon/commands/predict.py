@@ -174,8 +174,7 @@ def predict(
     from surgeon.commands.predictions import draft_table, heading_of, open_draft, record_of, sweep_cells
     from surgeon.cost.candidates import open_candidates
     from surgeon.cost.drafts import read_chances
-    from surgeon.cost.hardware import Hardware
-    from surgeon.cost.hardware_file import load_hardware
+    from surgeon.cost.hardware import Hardware, load_hardware
     from surgeon.cost.sweep import explain_memory, prediction_table
     from surgeon.findings.prediction import Predictions
     from surgeon.opened import EditedModel, Model

@@ -15,8 +15,7 @@ from surgeon.commands.opening import as_list
 from surgeon.cost.candidates import Candidate, open_candidates
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.drafts import draft_cells
-from surgeon.cost.hardware import Hardware
-from surgeon.cost.hardware_file import write_hardware
+from surgeon.cost.hardware import Hardware, write_hardware
 from surgeon.cost.sweep import SweepCell, parse_sweep
 from surgeon.cost.sweep import sweep as _sweep
 from surgeon.cost.workload import Workload

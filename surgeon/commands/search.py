@@ -39,9 +39,9 @@ def _show(call: Callable[[], SearchResult]) -> None:
     winner = found.winner
     trial = found.winner.trial
     measured = trial.measured
-    edits = (str(edit).replace(" ", _FIXED) for edit in trial.proposal.choice)
+    edits = (str(edit).replace(" ", _FIXED) for edit in trial.choice)
     _print("winner", f"{winner.why}: trial {trial.number}")
-    _print("program", trial.proposal.key)
+    _print("program", trial.key)
     _print("edits", ", ".join(edits) or "none")
     for aspect, dense in question.pricing.dense.items():
         cost = aspect.show(question.price(aspect, trial))

@@ -27,7 +27,7 @@ from surgeon.searches.drafting import DraftValue, FoundDraft, by_verified_keys
 from surgeon.searches.front import quality_curves
 from surgeon.searches.here import drafts_here, fast_enough_here
 from surgeon.searches.mixture import Trial
-from surgeon.searches.priced import PricedQuestion
+from surgeon.searches.question import PricedQuestion
 from surgeon.searches.results import (
     SearchWork,
     Winner,
@@ -38,13 +38,13 @@ from surgeon.searches.results import (
 )
 from surgeon.searches.winners import (
     RUNNERS_UP,
+    Finalist,
     HealedFinalists,
     HeldOutComparison,
     against_most_salient,
     choose,
     compare,
     compared_by,
-    remeasure,
 )
 from surgeon.training.distiller import Distillation
 from surgeon.training.settings import TrainSettings
@@ -78,10 +78,9 @@ def end_search(
         tables["front"] = write_front(output, question.front(trials), question, opened.reference, opened.hash)
         SearchResult.TABLES["front"].write(output, tables["front"])
     ranked, why = choose(question, trials, curves)
-    workload = settings.workload(opened.positions)
-    first, *others = fast_enough_here(question, ranked, opened.folder, settings.ranks, workload)
+    first, *others = fast_enough_here(question, ranked, opened.folder)
     winner = Winner(first, why)
-    chosen = first.proposal.choice
+    chosen = first.choice
     salient = question.mixture.program(question.mixture.with_most_salient(chosen))
     measured = {trial.program: trial.measured for trial in trials if trial.measured.whole}
     text_of = "the search's text"
@@ -98,12 +97,13 @@ def end_search(
             on_unseen, why_own = by_verified_keys(evaluator, on_unseen)
         measured = {program: question.valued(program, found) for program, found in on_unseen.items()}
         by = compared_by(question.objectives)
-        compared = remeasure(first, runners_up, opened.program, lambda _: measured, by)
+        known = [Finalist(trial, measured[trial.program]) for trial in (first, *runners_up)]
+        compared = compare(known[0], known[1:], measured[opened.program], by)
         winner = Winner(compared.chosen.trial, why, compared, unseen.record())
         if heal is not None:
 
             def recipe_of(trial: Trial) -> Recipe:
-                return question.mixture.recipe(trial.proposal.choice, opened.reference, opened.hash)
+                return question.mixture.recipe(trial.choice, opened.reference, opened.hash)
 
             healed = heal_finalists(compared, recipe_of, opened, unseen, output, *heal)
             winner = replace(winner, trial=healed.after.chosen.trial, healing=healed)
@@ -112,7 +112,7 @@ def end_search(
     if salient in measured:
         experts = against_most_salient(question.mixture, chosen, measured, text_of)
         record |= {} if experts is None else {"experts": experts}
-    recipe = question.mixture.recipe(winner.trial.proposal.choice, opened.reference, opened.hash)
+    recipe = question.mixture.recipe(winner.trial.choice, opened.reference, opened.hash)
     text = commented(recipe, question, winner, record)
     found = SearchResult(
         tables["trials"],
@@ -170,7 +170,7 @@ def heal_finalists(
     winner = before.chosen
     after = []
     for one in (winner, *(other for other in before.finalists if other.trial != winner.trial)):
-        key = json.dumps([one.trial.proposal.key, data, window, settings.to_json()], sort_keys=True)
+        key = json.dumps([one.trial.key, data, window, settings.to_json()], sort_keys=True)
         target = folder / FOLDER / hashlib.sha256(key.encode()).hexdigest()[:12]
         if not target.exists():  # a search that was killed heals what is missing
             print(f"search: healing trial {one.trial.number} into {target}", file=sys.stderr, flush=True)

@@ -7,9 +7,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from surgeon.analysis.experts import expert_use
 from surgeon.analysis.factors.calibration import recorded
-from surgeon.analysis.importance import most_important
+from surgeon.analysis.importance import expert_use, most_important
 from surgeon.analysis.subject import Subject, open_subject
 from surgeon.commands.opening import as_folder, warn
 from surgeon.cost.hardware import Hardware
@@ -23,9 +22,8 @@ from surgeon.quality.summary import Quality
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.known import Known, measured_ranks, open_factors, read_known
 from surgeon.searches.mixture import Mixture
-from surgeon.searches.priced import PricedQuestion, priced
 from surgeon.searches.pricing import Pricing
-from surgeon.searches.question import Question
+from surgeon.searches.question import PricedQuestion, Question, priced
 
 Using = str | Path | RunResult | Sequence[str | Path | RunResult]
 

@@ -16,7 +16,7 @@ from surgeon.commands.opening import warn
 from surgeon.commands.search_result import end_search, require_text_to_heal
 from surgeon.commands.search_setup import SearchSetup, open_question
 from surgeon.cost.calibrate import calibrate
-from surgeon.cost.hardware_file import parse_hardware
+from surgeon.cost.hardware import parse_hardware
 from surgeon.errors import needs_extra
 from surgeon.findings.search import SearchResult
 from surgeon.memory import free_bytes
@@ -44,8 +44,16 @@ from surgeon.searches.results import (
     trials_table,
 )
 from surgeon.searches.search import Search, make_sampler, require_sampler
-from surgeon.searches.storage import StudyStorage, naming_storage, open_storage
-from surgeon.searches.study import FINISHED, counted, kept, open_study, run_trials
+from surgeon.searches.study import (
+    FINISHED,
+    StudyStorage,
+    counted,
+    kept,
+    naming_storage,
+    open_storage,
+    open_study,
+    run_trials,
+)
 from surgeon.searches.terms import Terms
 from surgeon.searches.workers import WorkerProcesses, interruptible
 from surgeon.training.token_store import SELF

@@ -14,7 +14,7 @@ from surgeon.commands.options import DEFAULT_TOKENS, Data, ModelName, Output, Se
 
 if TYPE_CHECKING:
     from surgeon.analysis.factors.allocation import Allocation
-    from surgeon.analysis.factors.rank_recipe import Share
+    from surgeon.analysis.factors.rank_recipe import RankBudget
     from surgeon.findings.spectrum import Spectrum
     from surgeon.opened import Model
 
@@ -144,9 +144,11 @@ def spectrum(
     return replace(found, files=tuple(files))
 
 
-def _share(model: Model, keep: float | None, budget: str | None, allocation: Allocation, damage: bool) -> Share | None:
+def _share(
+    model: Model, keep: float | None, budget: str | None, allocation: Allocation, damage: bool
+) -> RankBudget | None:
     """Budget of all matrices, and how it is shared out; None where no ranks are asked for."""
-    from surgeon.analysis.factors.rank_recipe import RankBudget, Share, parse_budget
+    from surgeon.analysis.factors.rank_recipe import RankBudget, parse_budget
 
     if keep is None and budget is None:
         return None
@@ -155,7 +157,7 @@ def _share(model: Model, keep: float | None, budget: str | None, allocation: All
     if allocation == "damage" and not damage:
         raise ValueError("allocation by damage goes by what is left out here; use energy or uniform, or measure damage")
     if budget is None:
-        return Share(RankBudget.keep(keep or 0.0), allocation)
+        return RankBudget("params", keep or 0.0, relative=True, allocation=allocation)
     checkpoint = model.checkpoint
     number_bytes = mode(checkpoint.dtype(name).itemsize for name in checkpoint.names())
-    return Share(parse_budget(budget, number_bytes), allocation)
+    return parse_budget(budget, number_bytes, allocation)

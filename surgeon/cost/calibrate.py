@@ -1,54 +1,292 @@
-"""A hardware file for this machine, measured at a model's shapes: products, collectives, and what passes take besides.
+"""A hardware file for this machine, measured at a model's shapes: products, passes, collectives.
 
-Every round measures everything once; figures are made of the medians over the rounds. Shares are those of the peaks
-that were seen: the most operations and bytes per second of all ranks together.
+All ranks compute at the same time, as they share the machine's memory and cores. Every round measures everything once;
+figures come from the medians over the rounds. Shares are of the peaks that were seen, of all ranks together.
 
-Passes are not taken apart: what those of a whole model take longer than those of its first layers, beyond what the cost
-model has for products, memory and collectives, is shared out evenly among the kernels in between.
+Passes are not taken apart: the time by which passes of the whole model exceed those of its first layers and the
+predicted products, memory and collectives is shared out evenly among the kernels in between.
 """
 
 from __future__ import annotations
 
 import platform
 import textwrap
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import psutil
 import torch
 from scipy.optimize import nnls
+from torch import Tensor
 
 from surgeon.cost.deployment import Deployment
-from surgeon.cost.hardware import Algorithm, Device, Figure, Hardware, Host, Interconnect, Kind, RankShare, Shares
-from surgeon.cost.hardware_file import parse_hardware, write_hardware
-from surgeon.cost.passes import PredictedRanks
-from surgeon.cost.samples import (
-    BATCHES,
-    NEW,
-    PROMPT,
-    SHORT,
-    SIZES,
-    WHOLE,
-    Round,
-    Typical,
-    matrices_of,
-    measure_ranks,
-    merged,
-    short_plan,
+from surgeon.cost.hardware import (
+    Algorithm,
+    Device,
+    Figure,
+    Hardware,
+    Host,
+    Interconnect,
+    Kind,
+    RankShare,
+    Shares,
+    parse_hardware,
+    write_hardware,
 )
-from surgeon.cost.work import Forward
+from surgeon.cost.predict import PredictedRanks
+from surgeon.cost.work import Forward, RankWork
+from surgeon.cost.workload import Workload
+from surgeon.language.program import Program
 from surgeon.models.shapes import ModelShapes
 from surgeon.opened import Model, open_model
 from surgeon.progress import progress
 from surgeon.provenance import command_line, versions
+from surgeon.runtime.batching.scheduler import Limits
+from surgeon.runtime.batching.sequence import Row
+from surgeon.runtime.batching.windows import blocks_for
+from surgeon.runtime.comm.collectives import Counts
+from surgeon.runtime.model.engine import RankEngine
+from surgeon.runtime.model.linear import Linear
+from surgeon.runtime.model.paged_cache import PagedCache
+from surgeon.runtime.model.rank_model import Results
 from surgeon.runtime.plan.checks import make_plan
+from surgeon.runtime.plan.placement import work_of
 from surgeon.runtime.plan.specification import Plan
-from surgeon.runtime.worker.options import choose_device
+from surgeon.runtime.worker.options import RankOptions, choose_device
+from surgeon.runtime.worker.rank import Rank
+from surgeon.runtime.worker.ranks import Ranks
+from surgeon.runtime.worker.worker import complete, keep
 from surgeon.threads import threads_per_rank, usable_cores
 from surgeon.words import plural
+
+WHOLE, SHORT = "whole", "short"  # the model's program, and its first layers
+SHORT_LAYERS = 2
+PROMPT = 16
+NEW = 24  # tokens added to each text: passes of which the typical one counts
+MORE_PROMPTS = 2  # times that prompts alone are computed, which a text has only one pass of
+TURNS = 5  # times that products are timed in a round
+BATCHES = (1, 8, 32)
+ROWS = (1, 2, 4, 8, 16, 32, 128, 512)  # of products
+MOST_BYTES = 1 << 29  # of matrices: what no cache holds
+SMALL = 16  # features of a product that takes no time
+CALLS = 100  # of what takes little time, timed together
+SIZES = (256, 4096, 65536, 1 << 20)  # bytes of each rank's operand
+EXCHANGES = 30  # of each size
+
+Typical = Callable[[Sequence[float]], float]  # of several times of the same
+
+
+@dataclass
+class Round:
+    """Seconds that one round has measured of one number of ranks.
+
+    Attributes:
+        launches: of an "operation" on two numbers, and of a "product" of small matrices.
+        products: of a rank's matrices (`matrices_of`), one after the other, by the rows of their input.
+        prompts: passes of a prompt of each text, by WHOLE or SHORT and the number of texts.
+        passes: those that add a token to each text, likewise.
+        starting, waiting: of a collective, by the connection and the size of an operand.
+    """
+
+    launches: dict[str, float] = field(default_factory=dict)
+    products: dict[int, float] = field(default_factory=dict)
+    prompts: dict[tuple[str, int], float] = field(default_factory=dict)
+    passes: dict[tuple[str, int], float] = field(default_factory=dict)
+    starting: dict[tuple[str, int], float] = field(default_factory=dict)
+    waiting: dict[tuple[str, int], float] = field(default_factory=dict)
+
+
+def merged(rounds: Sequence[Round], typical: Typical) -> Round:
+    """Merge rounds: of everything the typical value."""
+    found = Round()
+    for one in fields(Round):
+        alike = [getattr(each, one.name) for each in rounds]
+        setattr(found, one.name, {key: typical([each[key] for each in alike]) for key in alike[0]})
+    return found
+
+
+def short_plan(plan: Plan) -> Plan:
+    """Plan the first layers alone, half of them where there are few."""
+    layers = max(1, min(SHORT_LAYERS, plan.layers // 2))
+    nodes = Program.parse(plan.program).nodes[: layers * plan.family.steps_per_layer]
+    return replace(plan, program=str(Program(nodes)))
+
+
+def matrices_of(plan: Plan, shapes: ModelShapes) -> list[int]:
+    """List the output widths of rank 0's matrices, with inputs as wide as the stream, up to `MOST_BYTES`."""
+    rank_work = RankWork(plan, shapes, lambda _: False)
+    found: list[int] = []
+    room = MOST_BYTES
+    for work in work_of(plan, 0):
+        for kernel in rank_work.items(work, Forward(1, 1)):
+            outputs = round(getattr(kernel, "flops", 0.0) / (2 * plan.hidden))
+            if getattr(kernel, "nature", None) == "product" and (not found or room > 0):
+                found.append(max(1, outputs))
+                room -= outputs * plan.hidden * plan.dtype_bytes
+    return found
+
+
+def measure_ranks(
+    plan: Plan,
+    shapes: ModelShapes,
+    device: str,
+    ways: Sequence[str],
+    rounds: int,
+    typical: Typical,
+    advance: Callable[[float], None],
+) -> list[Round]:
+    """Measure one number of ranks, round by round."""
+    found = [Round() for _ in range(rounds)]
+    with Ranks(RankOptions(plan.ranks, device, ways[0])) as ranks:
+        load_sampled(ranks, plan, shapes)
+        for one in found:
+            sample_computing(ranks, plan, shapes, one, typical)
+            advance(1)
+    for way in ways if plan.ranks > 1 else ():
+        with Ranks(RankOptions(plan.ranks, device, way)) as ranks:
+            for one in found:
+                sample_exchanges(ranks, way, one, typical)
+                advance(1)
+    return found
+
+
+def load_sampled(ranks: Ranks, plan: Plan, shapes: ModelShapes) -> None:
+    """Load what `sample_computing` runs, and warm up caches, allocators and clocks."""
+    ranks.call(load_paced, plan, WHOLE)
+    ranks.call(load_paced, short_plan(plan), SHORT)
+    sample_computing(ranks, plan, shapes, Round(), median)
+
+
+def sample_computing(ranks: Ranks, plan: Plan, shapes: ModelShapes, one: Round, typical: Typical) -> None:
+    """Note products, and passes of both programs, in a round."""
+    products = ranks.call(time_products, matrices_of(plan, shapes), plan.hidden, plan.dtype)[0]
+    one.products = {rows: typical(seconds) for rows, seconds in products.items()}
+    launches = ranks.call(time_launches)[0]
+    one.launches = {name: typical(seconds) for name, seconds in launches.items()}
+    for layers in (WHOLE, SHORT):
+        for batch in BATCHES:
+            prompts, passes = ranks.call(time_passes, layers, Workload(batch, PROMPT, NEW))[0]
+            one.prompts[layers, batch] = typical(prompts)
+            one.passes[layers, batch] = typical(passes)
+
+
+def sample_exchanges(ranks: Ranks, way: str, one: Round, typical: Typical) -> None:
+    """Note collectives in a round."""
+    by_rank: list[dict[int, list[tuple[float, float]]]] = ranks.call(time_exchanges, SIZES, EXCHANGES)
+    for size in SIZES:
+        for noted, which in ((one.starting, 0), (one.waiting, 1)):
+            noted[way, size] = median(typical([times[which] for times in each[size]]) for each in by_rank)
+
+
+# What ranks do.
+
+
+class PacedEngine(RankEngine):
+    """Notes the seconds of each decoding pass."""
+
+    seconds: list[float]
+
+    def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
+        before = self.figures.decode.seconds
+        results = super().step(rows, cache)
+        if self.figures.decode.seconds > before:
+            self.seconds.append(self.figures.decode.seconds - before)
+        return results
+
+
+def load_paced(rank: Rank, plan: Plan, name: str) -> None:
+    """Load a rank's slices of a model, and keep the engine under a name."""
+    keep(rank, name, PacedEngine(plan, rank.collectives, rank.device, rank.engines.values()))
+
+
+def time_passes(rank: Rank, name: str, load: Workload) -> tuple[list[float], list[float]]:
+    """Compute texts on a rank; seconds of each pass of their prompts, and of each that adds a token."""
+    engine: PacedEngine = rank.engines[name]
+    plan = engine.plan
+    limits = Limits(load.batch, plan.max_tokens, pass_tokens=load.batch * load.prompt, long_texts=plan.long_texts)
+    engine.seconds = []
+    prompts = []
+    for each in (load, *[replace(load, new=1)] * MORE_PROMPTS):
+        requests = each.requests(plan.vocabulary)
+        _, figures = complete(rank, requests, load.batch * blocks_for(load.length), limits, name)
+        prompts.append(figures.prefill.seconds)
+    return prompts, engine.seconds
+
+
+@torch.inference_mode()
+def time_products(rank: Rank, outputs: Sequence[int], hidden: int, dtype: str) -> dict[int, list[float]]:
+    """Multiply by matrices of these outputs on a rank, one after the other.
+
+    Returns:
+        Seconds of all of them, of every turn, by the rows of the input.
+    """
+    made: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": rank.device}
+    matrices = [Linear([torch.randn(width, hidden, **made)], [None]) for width in outputs]
+    found: dict[int, list[float]] = {}
+
+    def multiply(x: Tensor) -> None:
+        for matrix in matrices:
+            matrix(x)
+
+    for rows in ROWS:
+        multiply_all = partial(multiply, torch.randn(rows, hidden, **made))
+        multiply_all()
+        found[rows] = [_seconds(rank, multiply_all) for _ in range(TURNS)]
+    return found
+
+
+@torch.inference_mode()
+def time_launches(rank: Rank) -> dict[str, list[float]]:
+    """Launch trivial kernels on a rank; seconds of one "operation" or "product", of every turn."""
+    x = torch.ones(1, SMALL, device=rank.device)
+    linear = Linear([torch.ones(SMALL, SMALL, device=rank.device)], [None])
+    launches: dict[str, Callable[[], object]] = {"operation": lambda: x + x, "product": lambda: linear(x)}
+    return {name: [_seconds(rank, one, CALLS) for _ in range(TURNS)] for name, one in launches.items()}
+
+
+@torch.inference_mode()
+def time_exchanges(rank: Rank, sizes: Sequence[int], times: int) -> dict[int, list[tuple[float, float]]]:
+    """Sum float32 numbers over all ranks, over and over.
+
+    Returns:
+        By size, of every time: seconds until the rank can go on, and then of waiting for the result.
+    """
+    found = {}
+    for size in sizes:
+        every = [_exchange(rank, torch.ones(size // 4, device=rank.device)) for _ in range(times + 1)]
+        found[size] = every[1:]  # the first one connects, and allocates
+    return found
+
+
+def _exchange(rank: Rank, operand: Tensor) -> tuple[float, float]:
+    _synchronize(rank)
+    began = time.perf_counter()
+    wait = rank.collectives.all_reduce(operand, Counts())
+    started = time.perf_counter()
+    wait()
+    _synchronize(rank)
+    return started - began, time.perf_counter() - started
+
+
+def _seconds(rank: Rank, compute: Callable[[], object], times: int = 1) -> float:
+    _synchronize(rank)
+    began = time.perf_counter()
+    for _ in range(times):
+        compute()
+    _synchronize(rank)
+    return (time.perf_counter() - began) / times
+
+
+def _synchronize(rank: Rank) -> None:
+    if rank.device.type == "cuda":
+        torch.cuda.synchronize(rank.device)
+
 
 DIGITS = 4
 WIDTH = 120
@@ -61,15 +299,13 @@ UNIT = 1e-3  # seconds of a launch, to count launches in a predicted pass
 
 @dataclass(frozen=True)
 class MachineCalibration:
-    """What is measured.
+    """Measurements to make.
 
     Attributes:
-        shapes: of the model.
         plans: of the unedited model, by number of ranks; one rank is among them.
         device: "cpu" or "cuda".
-        rounds: how often everything is measured.
-        ways: in which ranks are connected, the first one in passes.
-        typical: which of several times of the same counts. The median, unless other work disturbs most of them.
+        ways: of connecting ranks, the first one in passes.
+        typical: picks one of several times of the same. The median, unless other work disturbs most of them.
     """
 
     shapes: ModelShapes
@@ -81,7 +317,6 @@ class MachineCalibration:
 
     @property
     def steps(self) -> int:
-        """How often `measure` calls `advance`."""
         exchanges = len(self.ways) * sum(ranks > 1 for ranks in self.plans)
         return self.rounds * (exchanges + len(self.plans))
 
@@ -92,20 +327,10 @@ class MachineCalibration:
         }
 
 
-def plan_calibration(
-    model: str | Path | Model, counts: Sequence[int], rounds: int, device: str = "auto", dtype: str = "auto"
-) -> MachineCalibration:
-    """What has to be measured for a hardware file at a model's shapes.
-
-    Args:
-        model: a checkpoint folder, a hub name, or a model that is open.
-        counts: numbers of ranks, as `check_ranks` wants them.
-        device: "cpu", "cuda", or "auto".
-        dtype: as `make_plan` takes it.
-
-    Raises:
-        FileNotFoundError, ValueError: if the model cannot be run by these ranks here, or takes short texts only.
-    """
+def calibrate(
+    name: str, model: str | Path | Model, counts: Sequence[int], rounds: int, device: str = "auto", dtype: str = "auto"
+) -> str:
+    """Measure this machine at a model's shapes, and return the text of a hardware file."""
     check_ranks(counts)
     chosen = choose_device(device, max(counts))
     opened = open_model(model)
@@ -113,36 +338,25 @@ def plan_calibration(
     if longest < LENGTH:
         raise ValueError(f"{opened.name} takes texts of {longest} tokens at most, and measuring needs {LENGTH}")
     plans = {count: make_plan(opened, count, LENGTH, device=chosen, dtype=dtype) for count in counts}
-    return MachineCalibration(opened.shapes, plans, chosen, rounds, WAYS[chosen])
-
-
-def calibrate(
-    name: str, model: str | Path | Model, counts: Sequence[int], rounds: int, device: str = "auto", dtype: str = "auto"
-) -> str:
-    """A hardware file for this machine, as text; arguments and errors as of `plan_calibration`."""
-    calibration = plan_calibration(model, counts, rounds, device, dtype)
+    calibration = MachineCalibration(opened.shapes, plans, chosen, rounds, WAYS[chosen])
     with progress("calibrate", calibration.steps, "measurements") as advance:
         return hardware_text(name, calibration, calibration.measure(advance))
 
 
 def check_ranks(ranks: Sequence[int]) -> None:
-    """Refuse numbers of ranks that cannot be measured.
-
-    Raises:
-        ValueError: if one rank alone is not among them, or one is named twice.
-    """
+    """Refuse numbers of ranks that cannot be measured."""
     if 1 not in ranks or len(set(ranks)) < len(ranks):
         raise ValueError(f"ranks {','.join(map(str, ranks))}: name each number once, and 1 among them, as in 1,2,4")
 
 
 @dataclass(frozen=True)
 class RankFigures:
-    """What one of so many ranks was seen to do.
+    """Figures of one of so many ranks.
 
     Attributes:
         flops: per second in products, by rows; those of more rows do no less, whatever disturbed measuring.
         bandwidth: bytes per second.
-        links: by the way ranks are connected: seconds of a collective, and bytes per second.
+        links: by the connection: seconds of a collective, and bytes per second.
     """
 
     flops: Mapping[int, float]
@@ -170,7 +384,7 @@ def fit(calibration: MachineCalibration, ranks: int, one: Round) -> RankFigures:
 
 
 def _link(calibration: MachineCalibration, ranks: int, way: str, one: Round) -> tuple[float, float]:
-    """Seconds of a collective beyond what it takes to start one, and bytes per second."""
+    """Seconds of a collective beyond those of starting one, and bytes per second."""
     least = SIZES[0]
     most = SIZES[-1]
     shortest = one.starting[way, least] + one.waiting[way, least]
@@ -180,7 +394,7 @@ def _link(calibration: MachineCalibration, ranks: int, way: str, one: Round) -> 
 
 
 def _fit_host(calibration: MachineCalibration, ranks: int, one: Round, figures: RankFigures) -> Host:
-    """A host whose launches and passes take what measured passes take besides what is predicted of them."""
+    """Fit launches and passes to what measured passes take besides their prediction."""
     plans = {WHOLE: calibration.plans[ranks], SHORT: short_plan(calibration.plans[ranks])}
     idle = replace(figures.host, launch=0.0)
     free = Figure.constant(0.0)
@@ -226,7 +440,7 @@ def _share_out(
     left: Mapping[tuple[str, int], float],
     counts: Mapping[tuple[str, int], Sequence[float]],
 ) -> list[float]:
-    """Seconds of one of each sort of launch, which make up for what whole passes have left more than short ones."""
+    """Seconds of one of each sort of launch, to explain what whole passes leave more than short ones."""
     more = []
     longer = []
     for texts in BATCHES:  # each as much as any other, however long
@@ -238,16 +452,12 @@ def _share_out(
 
 
 def _beyond(seconds: float, others: float) -> float:
-    """Take times off one that they are in; something is left, because of what disturbs measuring."""
+    """Take times off one that contains them; something is left, because measuring is disturbed."""
     return max(seconds - others, LEAST * seconds)
 
 
 def hardware_text(name: str, calibration: MachineCalibration, measured: Mapping[int, list[Round]]) -> str:
-    """The hardware file.
-
-    Raises:
-        ValueError: if what was measured makes no hardware.
-    """
+    """Write the hardware file; ValueError if what was measured makes no hardware."""
     typical = {ranks: fit(calibration, ranks, merged(each, calibration.typical)) for ranks, each in measured.items()}
     text = f"{_head(calibration)}\n{write_hardware(_hardware(name, calibration, typical))}"
     parse_hardware(text)
@@ -272,7 +482,7 @@ def _hardware(
     calibration: MachineCalibration,
     figures: Mapping[int, RankFigures],
 ) -> Hardware:
-    """Hardware with these figures, by number of ranks: rates in parts of the peaks that they have together."""
+    """Make hardware of figures by number of ranks: rates as shares of the peaks that they reach together."""
     flops = max(ranks * rate for ranks, one in figures.items() for rate in one.flops.values())
     bandwidth = max(ranks * one.bandwidth for ranks, one in figures.items())
     several = {ranks: one for ranks, one in figures.items() if ranks > 1}
@@ -291,14 +501,15 @@ def _hardware(
     first = share(figures[min(figures)])
     peaks = {calibration.plans[1].dtype: _rounded(flops)}
     note = f"measured at the shapes of {calibration.shapes.name}"
-    if calibration.device == "cpu":
-        memory = _rounded(psutil.virtual_memory().total)
-        device = Device(memory, _rounded(bandwidth), peaks, first.shares)
-        sharing = {ranks: share(one) for ranks, one in several.items()}
-        return Hardware(name, 1, device, first.host, links, sharing=sharing, note=note)
-    memory = _rounded(torch.cuda.get_device_properties(0).total_memory)
-    device = Device(memory, _rounded(bandwidth), peaks, first.shares)
-    return Hardware(name, torch.cuda.device_count(), device, first.host, links, note=note)
+    memory = psutil.virtual_memory().total
+    devices = 1
+    sharing = {ranks: share(one) for ranks, one in several.items()}
+    if calibration.device == "cuda":
+        memory = torch.cuda.get_device_properties(0).total_memory
+        devices = torch.cuda.device_count()
+        sharing = {}
+    device = Device(_rounded(memory), _rounded(bandwidth), peaks, first.shares)
+    return Hardware(name, devices, device, first.host, links, sharing=sharing, note=note)
 
 
 def _table(values: Mapping[int, float]) -> Figure:

@@ -1,4 +1,4 @@
-"""What a user names to be predicted or measured: a model, a recipe, a program, or a variant by its name."""
+"""Candidates of predictions and measurements: a model, a recipe, a program, or a variant by its name."""
 
 from __future__ import annotations
 
@@ -45,18 +45,16 @@ def open_candidates(
     layers: range | None = None,
     weights: bool = False,
 ) -> list[Candidate]:
-    """The model first, then what is compared with it, all under different names.
+    """Open the model first, then what is compared with it, all under different names.
 
     Args:
         model: as `open_model` takes it, a recipe, or a model that is open, edited or not.
         compared: any of these, programs, or names of variants of the model's unedited program.
-        program: of the model, instead of its own.
         layers: that variants change; all but the first and last two by default.
-        weights: whether they have to be there, as `open_model` takes it.
+        weights: whether they have to be there.
 
     Raises:
-        FileNotFoundError: if there is no such model or recipe.
-        ValueError: if one cannot be read, a variant is not of this model, or a recipe is for other weights.
+        FileNotFoundError, ValueError: if there is no such model or recipe, one cannot be read, or they do not fit.
     """
     first = _open(model, weights, program)
     found = [first]
@@ -106,7 +104,7 @@ def _variant(name: str, first: Candidate, layers: range | None) -> Candidate:
 
 
 def apart(names: Sequence[str]) -> list[str]:
-    """Short names, with a number behind those that occur again."""
+    """Shorten names, with a number behind those that occur again."""
     seen: dict[str, int] = {}
     found = []
     for name in (name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 3]}..." for name in names):

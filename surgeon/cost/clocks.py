@@ -1,9 +1,9 @@
-"""The executor on clocks instead of tensors: what a program takes, given what its parts take.
+"""The executor on clocks instead of tensors: the time of a program, given the times of its parts.
 
-The program is run by the one executor, with one clock for each rank, so that what a ladder hides, what a pair saves and
-where tracks meet follow from the same rules as when it is computed. With c seconds of computation per step and d per
-reduction, a dense program costs c + d per step, and a ladder's period is max(c, (c + d) / 2). Two halves that take
-turns, of c / 2 each, have a period of max(c, c / 2 + d).
+The one executor runs the program with a clock for each rank, so that what a ladder hides, what a pair saves and where
+tracks meet follow from the same rules as on ranks. With c seconds of computation per step and d per reduction, a dense
+program costs c + d per step, and a ladder's period is max(c, (c + d) / 2). Two halves that take turns, of c / 2 each,
+have a period of max(c, c / 2 + d).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,13 +23,13 @@ from surgeon.runtime.plan.placement import Group, assigned_branches
 
 @dataclass(frozen=True)
 class Burst:
-    """Something that a rank computes without waiting for another.
+    """Computing of a rank that waits for no other.
 
     Attributes:
         seconds: of computing.
         gaps: seconds in between in which nothing is computed.
-        host: seconds that the host takes to launch it, while the device may still be busy with what came before.
-        lag: seconds from when the host begins to launch it until it can have ended.
+        host: seconds of launching, while the device may still be busy with what came before.
+        lag: seconds from the first launch until it can have ended.
     """
 
     seconds: float
@@ -46,49 +46,37 @@ class Transfer:
         shared: seconds from when all ranks have begun until all can have the result; the next one of this kind waits.
         line: seconds that it keeps the rank's own line busy, from when this rank has begun.
         delay: seconds that it ends behind that.
-        writing, starting, reading: seconds in which this rank cannot compute: before it begins, after it has begun, and
-            when it lands.
+        writing, reading: seconds in which this rank cannot compute: before it begins, and when it lands.
         host: seconds that the host takes to start it.
-        before, after: what the rank computes for it, before it begins and when it lands.
-        contention: which part of a rank's speed it takes from what is computed meanwhile.
+        before, after: the rank's bursts before it begins and when it lands.
+        contention: the part of a rank's speed that it takes meanwhile.
+        group: the ranks in it, of one inside a step.
     """
 
     shared: float = 0.0
     line: float = 0.0
     delay: float = 0.0
     writing: float = 0.0
-    starting: float = 0.0
     reading: float = 0.0
     host: float = 0.0
     before: Burst | None = None
     after: Burst | None = None
     contention: float = 0.0
+    group: Group = ()
 
     @property
     def seconds(self) -> float:
         return self.writing + max(self.shared + self.reading, self.line + self.delay)
 
 
-@dataclass(frozen=True)
-class Swap:
-    """A collective inside a step, whose result the rank needs to go on.
-
-    Attributes:
-        group: the ranks in it.
-    """
-
-    group: Group
-    transfer: Transfer
-
-
 class Costs(Protocol):
-    """What takes how long; asked in the order in which the executor comes to the nodes."""
+    """Times of a program's parts, asked for in the executor's order."""
 
     def leave_attention(self) -> None:
-        """From the next node on there is no attention any more; to some costs that is all the same."""
+        """Behind the last attention, costs may be others."""
         return
 
-    def items(self, rank: int, step: Step) -> Sequence[Burst | Swap]:
+    def items(self, rank: int, step: Step) -> Sequence[Burst | Transfer]:
         """Bursts that a rank computes of a step, and exchanges in between."""
 
     def part(self, node: Step | Fork, group: Group) -> Tensor:
@@ -101,21 +89,12 @@ class Costs(Protocol):
         """The reduction of a part, as each rank of a group sees it; nothing where ranks do not wait for each other."""
 
 
-class Arrival(NamedTuple):
-    """When one rank can have the result of a collective.
-
-    Attributes:
-        shared: of what it shares with others; from then on it can be read.
-        line: of its own line.
-    """
-
-    shared: float
-    line: float
+Arrival = tuple[float, float]  # when a rank can read the result of a collective, and when it has it by its own line
 
 
 @dataclass
 class RankClock:
-    """What time it is on a rank, and what it was spent with.
+    """The time on a rank, and how it was spent.
 
     Attributes:
         now: when the device has done what it was given.
@@ -154,7 +133,6 @@ class RankClock:
         self.now = end
 
     def begin(self, transfer: Transfer) -> float:
-        """When this rank has begun a collective."""
         self.spend(transfer.before)
         self.wait(self.now + transfer.writing)
         self.host += transfer.host
@@ -162,9 +140,10 @@ class RankClock:
 
     def land(self, transfer: Transfer, arrival: Arrival) -> None:
         """Wait for a collective, and take its result."""
-        self.wait(arrival.shared)
+        shared, line = arrival
+        self.wait(shared)
         self.wait(self.now + transfer.reading)  # while it may be on the rank's line still
-        self.wait(arrival.line)
+        self.wait(line)
         self.spend(transfer.after)
 
     def wait(self, when: float) -> None:
@@ -173,11 +152,7 @@ class RankClock:
 
 
 def pass_seconds(program: Program, clocks: list[RankClock], *costs: Costs) -> None:
-    """Let the program run on some ranks' clocks.
-
-    Args:
-        costs: those of each part of the batch; several parts take turns.
-    """
+    """Run a program on ranks' clocks."""
     machines = [SimulatedRanks(clocks, tuple(range(len(clocks))), one) for one in costs]
     states = in_turn(program.nodes[: program.attended], [State(torch.zeros(1))] * len(machines), machines)
     for one in costs:
@@ -187,7 +162,7 @@ def pass_seconds(program: Program, clocks: list[RankClock], *costs: Costs) -> No
 
 
 def exchange(clocks: Sequence[RankClock], transfers: Sequence[Transfer]) -> list[Arrival]:
-    """Begin a collective on all ranks of a group; returns when each of them can have its result."""
+    """Begin a collective on all ranks of a group."""
     begun = [clock.begin(transfer) for clock, transfer in zip(clocks, transfers, strict=True)]
     if any(t.shared for t in transfers):
         start = max(*begun, *(clock.channel for clock in clocks))
@@ -196,30 +171,24 @@ def exchange(clocks: Sequence[RankClock], transfers: Sequence[Transfer]) -> list
     arrivals = []
     for clock, transfer, own in zip(clocks, transfers, begun, strict=True):
         clock.line = max(clock.line, own) + transfer.line
-        arrival = Arrival(start + transfer.shared, clock.line + transfer.delay)
+        arrival = start + transfer.shared, clock.line + transfer.delay
         if transfer.shared:
             clock.channel = max(arrival)
         if transfer.contention:
             clock.busy = max(arrival), transfer.contention
-        clock.wait(clock.now + transfer.starting)
         clock.communication += transfer.seconds
         arrivals.append(arrival)
     return arrivals
 
 
-def meet(clocks: Sequence[RankClock], transfers: Sequence[Transfer]) -> None:
+def meet(clocks: Sequence[RankClock], transfer: Transfer) -> None:
     """Have all ranks of a group wait for a collective."""
-    for clock, transfer, arrival in zip(clocks, transfers, exchange(clocks, transfers), strict=True):
+    for clock, arrival in zip(clocks, exchange(clocks, [transfer] * len(clocks)), strict=True):
         clock.land(transfer, arrival)
 
 
 class SimulatedRanks(Machine):
-    """A group of ranks on which time passes and nothing else happens.
-
-    Args:
-        clocks: of all ranks.
-        group: those of them that run what this machine is given.
-    """
+    """A group of ranks on which time passes and nothing else happens."""
 
     def __init__(self, clocks: Sequence[RankClock], group: Group, costs: Costs) -> None:
         self.clocks = clocks
@@ -229,14 +198,14 @@ class SimulatedRanks(Machine):
     def compute(self, step: Step, stream: Tensor) -> Partial:
         by_rank = {rank: self.costs.items(rank, step) for rank in self.group}
         for turn in zip_longest(*by_rank.values()):  # those that exchange something are at the same item
-            groups: dict[Group, Transfer] = {}
+            inside: dict[Group, Transfer] = {}
             for rank, item in zip(by_rank, turn, strict=True):
-                if isinstance(item, Swap):
-                    groups[item.group] = item.transfer
+                if isinstance(item, Transfer):
+                    inside[item.group] = item
                 else:
                     self.clocks[rank].spend(item)
-            for group, transfer in groups.items():
-                meet([self.clocks[rank] for rank in group], [transfer] * len(group))
+            for group, transfer in inside.items():
+                meet([self.clocks[rank] for rank in group], transfer)
         burst = self.costs.finish(step, self.group)
 
         def finish(_: Tensor) -> Tensor:

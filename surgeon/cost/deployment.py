@@ -15,13 +15,12 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Deployment:
-    """How a model is spread over hardware.
+    """A model's spread over hardware.
 
     Attributes:
-        ranks: that share the model.
         dtype: to compute in; None for that of the weights, but float32 where kernels are launched one by one.
-        link, network: within a node and between nodes, by name; the first that the hardware has by default.
-        node: ranks of a node; as many as it has devices by default.
+        link, network: within a node and between nodes, by name; by default the hardware's first.
+        node: ranks of a node; by default as many as it has devices.
         graphs: whether decoding passes are captured graphs; by default where the host is asynchronous.
         adding: whether GPUs add and norm in one launch, as our kernels do; other software may not.
         compress: what reductions are sent as, if not as they are.

@@ -1,9 +1,8 @@
-"""What drafting costs and brings by the model of costs: an edited program proposes, the unedited one verifies.
+"""Drafting by the cost model: an edited program proposes, the unedited one verifies.
 
-As in the runtime, a draft's pass adds one token to each text, and a verifying pass has a row of each token, so that it
-costs what a pass of so many more texts does. A draft's steps lie on ranks as the model's keys and values do; it has a
-pass over prompts if it keeps some of its own. How many tokens ahead are best says `runtime.batching.ahead`, here the
-same for all texts.
+As in the runtime, a draft's pass adds one token to each text, and a verifying pass costs as much as one of so many more
+texts. A draft's steps lie on ranks as the model's keys and values do; it has a pass over prompts if it keeps keys of
+its own. `runtime.batching.ahead` finds the best number of tokens ahead, here the same for all texts.
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ from functools import cached_property
 
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.hardware import Hardware
-from surgeon.cost.passes import PredictedRanks
 from surgeon.cost.plans import plan_on_paper, room
-from surgeon.cost.predict import Prediction, mean_decode, predict
+from surgeon.cost.predict import PredictedRanks, Prediction, mean_decode, predict
 from surgeon.cost.sweep import MS, SweepCell, explain_memory
 from surgeon.cost.work import Forward
 from surgeon.cost.workload import Workload
@@ -34,12 +32,12 @@ class DraftedPrediction:
     """Drafting for all texts of a load, with the best number of tokens ahead.
 
     Attributes:
-        model: what the unedited program costs without drafts.
+        model: the unedited program without drafts.
         acceptance: the chance of a drafted token to be right, given that those before it are.
         ahead: tokens drafted for each text; 0 where drafts do not pay.
         draft: seconds of one pass of the draft.
         verify: seconds of a pass of the model over ahead + 1 tokens of each text.
-        per_token: seconds of each further token of every text, the mean, with what the draft takes for prompts.
+        per_token: seconds of each further token of every text, the mean, with the draft's time for prompts.
     """
 
     model: Prediction
@@ -69,15 +67,7 @@ def predict_drafting(
     deployment: Deployment,
     acceptances: Sequence[float],
 ) -> list[DraftedPrediction]:
-    """Drafting at each of several acceptances.
-
-    Args:
-        programs: the one that verifies, and the one that drafts.
-
-    Raises:
-        ValueError: as `predict`; and if there is no token to draft, an acceptance is no chance, the draft cannot run
-            beside its model, or there is no room for both.
-    """
+    """Predict drafting at each of several acceptances."""
     read_chances(acceptances)
     drafting = DraftPrices(shapes, programs[0], hardware, workload, deployment)
     beside = drafting.beside(programs[1])
@@ -88,13 +78,10 @@ def predict_drafting(
 
 @dataclass(frozen=True)
 class DraftPrices:
-    """A model that verifies what any programs over its weights draft; checked as it is made.
+    """A model that verifies drafts of any programs over its weights; checked as it is made.
 
     Attributes:
         program: the one that verifies.
-
-    Raises:
-        ValueError: as `predict`, or if there is no token to draft.
     """
 
     shapes: ModelShapes
@@ -110,23 +97,14 @@ class DraftPrices:
 
     @cached_property
     def model(self) -> Prediction:
-        """Price of the program that verifies, by itself."""
         return predict(self.shapes, self.program, self.hardware, self.workload, self.deployment)
 
     def plan(self, draft: Program) -> Plan:
-        """Of a draft that uses the model's keys and values only.
-
-        Raises:
-            ValueError: as `draft_on_paper`.
-        """
+        """Plan a draft that uses the model's keys and values only."""
         return draft_on_paper(self.model.plan, self.shapes, draft)
 
     def beside(self, draft: Program) -> DraftPlan:
-        """Any draft beside the model.
-
-        Raises:
-            ValueError: as `draft_beside`, or if there is no room for both.
-        """
+        """Plan any draft beside the model."""
         found = _beside(self.model.plan, self.shapes, draft)
         load = self.workload
         needed = room(self.shapes, replace(self.model.plan, draft=found), self.hardware, load.batch, load.prompt)
@@ -138,30 +116,27 @@ class DraftPrices:
         return found
 
     def prompts(self, draft: DraftPlan) -> float:
-        """Seconds in which a draft computes all prompts, for keys of its own; 0 if it keeps none."""
+        """Seconds of a draft's pass over all prompts, for keys of its own; 0 if it keeps none."""
         if not draft.keeps_own:
             return 0.0
         ranks = PredictedRanks(self.shapes, draft.plan, self.hardware, self.deployment)
         return ranks.forward(Forward(self.workload.batch, self.workload.prompt, asked=1), graphs=False).seconds
 
     def seconds(self, draft: Plan) -> float:
-        """Of one pass of a draft, the mean."""
+        """Mean seconds of a draft's pass."""
         ranks = PredictedRanks(self.shapes, draft, self.hardware, self.deployment)
         return mean_decode(ranks, self.workload).seconds
 
     def verifying(self, tokens: int) -> float:
         """Seconds of a pass of the model over so many tokens of each text."""
         if tokens not in self._verifying:
+            ranks = PredictedRanks(self.shapes, self.model.plan, self.hardware, self.deployment)
             load = replace(self.workload, batch=self.workload.batch * tokens)
-            self._verifying[tokens] = mean_decode(self._verifier, load).seconds
+            self._verifying[tokens] = mean_decode(ranks, load).seconds
         return self._verifying[tokens]
 
     def at(self, acceptance: float, draft: float, prompts: float = 0.0) -> DraftedPrediction:
-        """What drafts with an acceptance bring, of which a pass takes so many seconds.
-
-        Args:
-            prompts: seconds of their pass over prompts.
-        """
+        """Price drafting at an acceptance."""
         (ahead,), rate = best_ahead([acceptance], [MOST_AHEAD], lambda _: draft, self.verifying)
         per_token = 1 / rate + (prompts / (self.workload.new - 1) if ahead else 0.0)
         if prompts and per_token > self.verifying(1):
@@ -170,20 +145,12 @@ class DraftPrices:
         return DraftedPrediction(self.model, acceptance, ahead, draft, self.verifying(ahead + 1), per_token)
 
     @cached_property
-    def _verifier(self) -> PredictedRanks:
-        return PredictedRanks(self.shapes, self.model.plan, self.hardware, self.deployment)
-
-    @cached_property
     def _verifying(self) -> dict[int, float]:
         return {}
 
 
 def draft_on_paper(plan: Plan, shapes: ModelShapes, draft: Program) -> Plan:
-    """The plan of a draft beside a model's, where a pass of it is all that it takes.
-
-    Raises:
-        ValueError: as `draft_beside`, or if it keeps keys of its own.
-    """
+    """Plan a draft beside a model that costs passes only."""
     return require_shared(_beside(plan, shapes, draft), "for those it computes prompts, too, which has no price here")
 
 
@@ -196,11 +163,7 @@ def _beside(plan: Plan, shapes: ModelShapes, draft: Program) -> DraftPlan:
 
 
 def read_chances(acceptances: Sequence[str | float]) -> list[float]:
-    """Read acceptances as chances.
-
-    Raises:
-        ValueError: if one is none.
-    """
+    """Read acceptances as chances."""
     chances = []
     for acceptance in acceptances:
         try:
@@ -215,13 +178,10 @@ def read_chances(acceptances: Sequence[str | float]) -> list[float]:
 def draft_cells(
     plain: SweepCell, alone: SweepCell, hardware: Hardware, acceptances: Sequence[float]
 ) -> list[dict[str, float]]:
-    """A row of `DRAFT_COLUMNS` for each acceptance: drafting beside the model without drafts and the draft alone.
+    """Make a row of `DRAFT_COLUMNS` for each acceptance: drafting beside the model without drafts and the draft alone.
 
     Args:
         plain, alone: the model's cell and the draft's, of the same ranks and load.
-
-    Raises:
-        ValueError: if one of both is refused, or as `predict_drafting`.
     """
     for one in (plain, alone):
         if one.refused:

@@ -12,26 +12,31 @@
       nvlink: {bandwidth: 450e9, algorithms: [{kind: ring, base: 6.6e-6, hop: 0.6e-6, share: 0.8}]}
     networks: {}                                 # between nodes, likewise
 
-A figure that says `or table` may be a mapping from a size to a number, which is read between its points (`Figure`).
-Sizes are in bytes (of 8 bits), powers of ten; times in seconds. The types say what may stand in a file, which
-`surgeon.cost.hardware_file` reads by them; what is made of one in code is not checked again.
+A figure may be a mapping from sizes to numbers, read between its points (`Figure`). Sizes are in bytes, powers of ten;
+times in seconds. Types validate files; hardware made in code is not checked again.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_left
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
+import yaml
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, GetPydanticSchema, Strict
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import no_info_after_validator_function
 
 from surgeon.errors import did_you_mean, shown
+from surgeon.language.checked import UNKNOWN, checked
+from surgeon.language.yaml import YamlError, read_yaml
+from surgeon.named import on_disk
 
 Kind = Literal["ring", "tree", "one-shot", "sharp", "shared-memory"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -93,17 +98,13 @@ def _several(ranks: int) -> int:
 
 
 def _table(number: Any) -> GetPydanticSchema:
-    """Of a figure: a number of this type for every size, or one."""
+    """Read a figure: one number for every size, or a table."""
 
     def read(table: dict[float, float]) -> Figure:
         return Figure(tuple(table.items()))
 
-    def one_or_more(value: Any) -> Any:
-        if isinstance(value, dict):
-            return value
-        return {1.0: value}
-
-    kind = Annotated[dict[Positive, number], BeforeValidator(one_or_more)]
+    several = BeforeValidator(lambda value: value if isinstance(value, dict) else {1.0: value})
+    kind = Annotated[dict[Positive, number], several]
     return GetPydanticSchema(lambda _, schema_of: no_info_after_validator_function(read, schema_of(kind)))
 
 
@@ -117,22 +118,22 @@ Time = Annotated[Figure, _table(AtLeastZero)]
 
 
 class _Entries:
-    """A mapping in a file, of which every key is known."""
+    """A mapping in a file, without unknown keys."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True)
 class Shares(_Entries):
-    """Which parts of a device's peaks kernels reach.
+    """The parts of a device's peaks that kernels reach.
 
     Attributes:
         flops: of matrix products, by rows (tokens).
         bandwidth: of the memory's bandwidth, by the bytes that a kernel moves.
-        attention: of flops in attention's products, by new tokens of a sequence; as `flops` where it is left out.
-        cache: of the bandwidth as attention reads its cache, by its bytes; as `bandwidth` where it is left out.
+        attention: of flops in attention's products, by new tokens of a sequence; by default as `flops`.
+        cache: of the bandwidth as attention reads its cache, by its bytes; by default as `bandwidth`.
         copies: of the bandwidth in norms, activations and the like, by their bytes, each number read and written once:
-            less where the runtime makes several operations of one; as `bandwidth` where it is left out.
+            less where the runtime makes several operations of one; by default as `bandwidth`.
     """
 
     flops: Share
@@ -159,11 +160,7 @@ class Device(_Entries):
     shares: Shares
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s in a dtype.
-
-        Raises:
-            ValueError: if the hardware's file does not say.
-        """
+        """FLOP/s in a dtype."""
         if dtype not in self.flops:
             raise ValueError(f"the hardware has no figure of FLOP/s in {dtype}; {did_you_mean(dtype, self.flops)}")
         return self.flops[dtype]
@@ -171,18 +168,17 @@ class Device(_Entries):
 
 @dataclass(frozen=True)
 class Host(_Entries):
-    """What it takes to keep a device busy.
+    """The host's times for keeping a device busy.
 
     Attributes:
-        launch: seconds of the host for a kernel that is launched by itself.
-        launches: the same of some kinds, by their name ("norm") or nature ("product") and by rows, where they take
-            another time: several operations of the runtime may stand behind one kernel.
+        launch: seconds for a kernel that is launched by itself.
+        launches: the same of some kinds, by their name ("norm") or nature ("product") and by rows, where they differ:
+            several operations of the runtime may stand behind one kernel.
         graph: seconds between the kernels of a captured graph.
-        collective: seconds of the host for starting a collective; inside a captured graph it is `graph`.
-        forward: seconds of a pass in which nothing else happens, by texts: scheduling, choosing tokens, handing them
-            out.
-        asynchronous: whether kernels run while the host launches the next ones (GPUs); otherwise a kernel begins
-            when it is launched and the launch adds to its time (CPUs).
+        collective: seconds for starting a collective; inside a captured graph it is `graph`.
+        forward: seconds of a pass in which nothing else happens, by texts: scheduling, choosing and handing out tokens.
+        asynchronous: whether kernels run while the host launches the next ones (GPUs); otherwise a launch adds to its
+            kernel's time (CPUs).
     """
 
     launch: AtLeastZero
@@ -211,14 +207,13 @@ class Host(_Entries):
 
 @dataclass(frozen=True)
 class Algorithm(_Entries):
-    """One way in which a link's ranks sum or gather, as `surgeon.cost.collectives` has it.
+    """One way in which a link's ranks sum or gather, as `surgeon.cost.kernels` has it.
 
     Attributes:
         kind: ring, tree, one-shot (every rank sends all it has to every other), sharp (the switch sums) or
             shared-memory (ranks write what they have, and read what all wrote: their time, not a link's).
-        base: seconds that each collective takes whatever is sent, by ranks.
-        hop: seconds of every message of which one waits for the other, by ranks; for shared-memory, of looking for
-            what each of the others wrote.
+        base: seconds of every collective, whatever is sent, by ranks.
+        hop: seconds of each message in a chain, by ranks; for shared-memory, of looking for what another rank wrote.
         share: of the link's bandwidth, by ranks.
     """
 
@@ -230,7 +225,7 @@ class Algorithm(_Entries):
 
 @dataclass(frozen=True)
 class Interconnect(_Entries):
-    """What connects devices.
+    """A connection of devices.
 
     Attributes:
         bandwidth: bytes/s that one device sends, and at the same time receives, at its peak.
@@ -245,7 +240,7 @@ class Interconnect(_Entries):
 
 @dataclass(frozen=True)
 class RankShare(_Entries):
-    """What each of several ranks that share one device gets of it while all compute (processes on a machine's CPU).
+    """A rank's share of a device that several ranks share while all compute (processes on a machine's CPU).
 
     Attributes:
         shares: of the whole device's peaks.
@@ -256,7 +251,7 @@ class RankShare(_Entries):
     host: Host
 
     def among(self, known: int, ranks: int) -> RankShare:
-        """The same of one of more ranks than it was measured with, which take turns."""
+        """Share further, among more ranks than were measured, which take turns."""
         part = known / ranks
         shares = self.shares
         kinds = {each.name: getattr(shares, each.name) for each in fields(Shares)}
@@ -271,11 +266,11 @@ class Hardware(_Entries):
     Attributes:
         name: as the command line takes it.
         devices: of one node.
-        device, host: what each of them is.
+        device, host: each of them.
         links: within a node, by name; the first one is used where none is named.
         networks: between nodes, likewise; none if there is only one.
-        sharing: where several ranks share a device, what one of so many gets; none if each has a device of its own.
-        note: what it is, in a sentence.
+        sharing: a rank's share, by the number of ranks on a device; none if each has a device of its own.
+        note: a sentence about it.
     """
 
     name: str
@@ -288,10 +283,9 @@ class Hardware(_Entries):
     note: str = ""
 
     def rank(self, together: int) -> RankShare:
-        """What one of so many ranks on a device gets of it.
+        """The share of one of so many ranks on a device.
 
-        Where the file says nothing of that number it is what one of the next larger number gets; beyond the largest,
-        ranks take turns.
+        Without figures for that number, those of the next larger one; beyond the largest, ranks take turns.
         """
         if together == 1 or not self.sharing:
             return RankShare(self.device.shares, self.host)
@@ -307,28 +301,125 @@ class Hardware(_Entries):
             return stored
         return "float32"
 
-    def link(self, name: str | None = None) -> Interconnect:
-        """The link within a node of this name, or the first one.
-
-        Raises:
-            ValueError: if there is none.
-        """
-        return _named(self.links, name, f"{self.name} has no link")
-
-    def network(self, name: str | None = None) -> Interconnect:
-        """The network between nodes of this name, or the first one.
-
-        Raises:
-            ValueError: if there is none.
-        """
-        return _named(self.networks, name, f"{self.name} has no network between nodes")
+    def link(self, name: str | None = None, between_nodes: bool = False) -> Interconnect:
+        """The link within a node, or the network between nodes, of this name, or the first one."""
+        links = self.networks if between_nodes else self.links
+        nothing = f"{self.name} has no {'network between nodes' if between_nodes else 'link'}"
+        if not links:
+            raise ValueError(f"{nothing}; use ranks of one node or a file that describes one")
+        if name is None:
+            return next(iter(links.values()))
+        if name not in links:
+            raise ValueError(f"{nothing} {name!r}; {did_you_mean(name, links)}")
+        return links[name]
 
 
-def _named(links: Mapping[Name, Interconnect], name: str | None, nothing: str) -> Interconnect:
-    if not links:
-        raise ValueError(f"{nothing}; use ranks of one node or a file that describes one")
-    if name is None:
-        return next(iter(links.values()))
-    if name not in links:
-        raise ValueError(f"{nothing} {name!r}; {did_you_mean(name, links)}")
-    return links[name]
+MACHINES = Path(__file__).parent / "machines"
+SUFFIX = ".yaml"
+
+
+def known_hardware() -> list[str]:
+    """List the hardware described in files of this package."""
+    return sorted(path.stem for path in MACHINES.glob(f"*{SUFFIX}"))
+
+
+def hardware_of(device: str) -> str | None:
+    """Name the description of a GPU by its driver's name for it ("NVIDIA H100 80GB HBM3"); None without one.
+
+    Of chips that also come on cards, the names of cards say so (PCIe, NVL); laptops' are others.
+    """
+    words = {*re.split(r"[^a-z0-9]+", device.lower())}
+    for name in known_hardware():
+        parts = {*name.split("-")}
+        is_card = bool(words & {"pcie", "nvl"})
+        if parts - {"sxm"} <= words and not ("sxm" in parts and is_card) and "laptop" not in words:
+            return name
+    return None
+
+
+def load_hardware(name_or_path: str | Path) -> Hardware:
+    """Load hardware by its name or file.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if there is no such name, or an entry of the file is missing, unknown or impossible.
+    """
+    text = str(name_or_path)
+    known = known_hardware()
+    path = MACHINES / f"{text}{SUFFIX}" if text in known else on_disk(text)
+    if path is None or not path.is_file():
+        if "/" in text or Path(text).suffix.lower() == SUFFIX:
+            raise FileNotFoundError(f"there is no hardware file {text}; write one, or use {', '.join(known)}")
+        raise ValueError(f"there is no hardware {text!r}; {did_you_mean(text, known)} (or give a {SUFFIX} file)")
+    try:
+        return parse_hardware(path.read_text(encoding="utf-8"))
+    except (YamlError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def parse_hardware(text: str) -> Hardware:
+    """Parse the text of a hardware file.
+
+    Raises:
+        YamlError: with the line, and what is wrong there.
+    """
+    document = read_yaml(text)
+    value = document.value
+    lines = document.lines
+    if isinstance(value, dict):
+        value.pop("intervals", None)  # of figures in files of 0.2.0
+    hardware = checked(Hardware, value, lines, messages=_MESSAGES)
+    if not hardware.links and (hardware.devices > 1 or hardware.sharing):
+        raise YamlError(lines["links",], "there is no link between the node's ranks; describe one")
+    return hardware
+
+
+def write_hardware(hardware: Hardware) -> str:
+    """Write the text of a hardware file; the inverse of `parse_hardware`, but for comments."""
+    return yaml.safe_dump(_plain(asdict(hardware)), sort_keys=False, width=120, allow_unicode=True)
+
+
+def _plain(value: Any) -> Any:
+    """Make entries of a file from a dataclass's dictionary: figures as numbers or tables, nothing empty but links."""
+    if isinstance(value, dict):
+        if set(value) == {"points"}:
+            points = value["points"]
+            table = {int(size) if size == int(size) else size: number for size, number in points}
+            if len(points) == 1:
+                return points[0][1]
+            return table
+        return {key: _plain(each) for key, each in value.items() if each not in (None, "", {}) or key == "links"}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return value
+
+
+# What a reader of a file is told of a figure that is not there.
+_MISSING = {
+    "name": "as the command line takes it",
+    "devices": "how many of one node",
+    "device": "memory, bandwidth, flops and shares",
+    "device.memory": "bytes",
+    "device.bandwidth": "bytes/s of its memory, at the peak",
+    "device.flops": "FLOP/s of dense matrix products by dtype, at the peak",
+    "device.shares": "what kernels reach of both peaks",
+    "host": "launch, graph, collective, forward and asynchronous",
+    "links": "by name, within a node",
+}
+# What is said of an error, by pydantic's type of it.
+_MESSAGES = {
+    **dict.fromkeys(UNKNOWN, "there is no entry {key}; {known}"),
+    **dict.fromkeys(("dataclass_type", "dict_type", "mapping_type"), "{name} is a mapping, not {value}"),
+    **dict.fromkeys(("int_type", "greater_than_equal"), "{name} is a whole number of at least 1, not {value}"),
+    "missing": "the figure {name} is missing; add it",
+    **{f"missing {name}": f"the figure {name} is missing; add it ({about})" for name, about in _MISSING.items()},
+    "number": "{name} is a number of at least 0, not {value}",
+    "greater_than": "{name} is a number above 0, not {value}",
+    "value_error": "{name}: {problem}",
+    "string_type": "{name} is a text, not {value}",
+    "bool_type": "it is true or false, not {value}",
+    "tuple_type": "it is a list of one or more, not {value}",
+    "too_short": "it is a list of one or more, not {value}",
+    "too_short device.flops": "it has no dtype; write e.g. flops: {{bfloat16: 989e12}}",
+    "said": "{problem}",
+}

@@ -1,30 +1,42 @@
-"""One kernel on one device: a roofline, how long it takes by what it computes and what it moves.
+"""Kernels and collectives on paper.
 
 A kernel takes as long as the larger of its arithmetic, at the share of the device's FLOP/s that products of so many
-rows reach, and of what it moves, at the share of the memory's bandwidth that so many bytes reach.
+rows reach, and of its traffic, at the share of the memory's bandwidth that so many bytes reach (a roofline).
+
+Collectives go by latency and bandwidth (alpha and beta). With n ranks, B bytes of one rank's operand, a the time of a
+message and w the bandwidth that is reached:
+
+    all-reduce   ring 2(n-1) a + 2(n-1)/n B/w    tree 2 log2(n) a + 2 B/w    one-shot a + (n-1) B/w    sharp a + B/w
+    all-gather   ring  (n-1) a + (n-1) B/w       tree   log2(n) a + (n-1) B/w, one-shot and sharp a + (n-1) B/w
+
+Each has a constant on top of that. Across nodes the ranks of each node first share out the sum (reduce-scatter), then
+every rank sums its share with its peers on the other nodes, and the nodes gather it again.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from surgeon.cost.clocks import Burst
-from surgeon.cost.hardware import Hardware, Host, Shares
+from surgeon.cost.clocks import Burst, Transfer
+from surgeon.cost.hardware import Algorithm, Hardware, Host, Interconnect, Shares
+from surgeon.runtime.comm.link import Link
+from surgeon.runtime.plan.placement import Group
 
 Nature = Literal["product", "attention", "copy"]
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """What is launched at once.
+    """One launch.
 
     Attributes:
-        name: of what it computes; a host may say what launching it takes.
-        nature: a matrix product, an attention over its cache, or what only reads and writes.
-        flops: floating-point operations, two for each multiplication with its sum.
-        moved: bytes that are read and written.
+        name: by which a host may have its own launch time.
+        nature: a matrix product, an attention over its cache, or reading and writing only.
+        flops: floating-point operations, two for each multiply-add.
+        moved: bytes read and written.
         rows: tokens of a product; of an attention, the new ones of a text.
         launches: how many kernels it takes.
     """
@@ -39,11 +51,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Numbers:
-    """How matrices and activations are counted in bytes.
-
-    Attributes:
-        size: bytes of one number.
-    """
+    """Counts matrices and activations in bytes, of `size` each."""
 
     size: int
 
@@ -52,21 +60,14 @@ class Numbers:
         moved = outputs * inputs + rows * (inputs + outputs)
         return Kernel(name, "product", 2.0 * rows * outputs * inputs, float(self.size * moved), rows)
 
-    def copy(self, name: str, numbers: float, launches: int = 1) -> Kernel:
+    def copy(self, name: str, numbers: float) -> Kernel:
         """A kernel that reads and writes so many numbers, together."""
-        return Kernel(name, "copy", 0.0, self.size * numbers, launches=launches)
+        return Kernel(name, "copy", 0.0, self.size * numbers)
 
 
 @dataclass(frozen=True)
 class RankSpeed:
-    """What one rank gets of a device, in one dtype.
-
-    Attributes:
-        flops: FLOP/s at the device's peak.
-        bandwidth: bytes/s at the device's peak.
-        shares: of these, what this rank's kernels reach.
-        host: that launches them.
-    """
+    """A rank's share of a device in one dtype: peaks in FLOP/s and bytes/s, and the shares of them it reaches."""
 
     flops: float
     bandwidth: float
@@ -75,11 +76,7 @@ class RankSpeed:
 
     @classmethod
     def of(cls, hardware: Hardware, dtype: str, ranks: int) -> RankSpeed:
-        """Of one of so many ranks on a node.
-
-        Raises:
-            ValueError: if the hardware says nothing of the dtype, or a device is none to be shared.
-        """
+        """Share a node among so many ranks."""
         if ranks > hardware.devices and not hardware.sharing:
             raise ValueError(f"{hardware.name} has {hardware.devices} devices in a node, not {ranks}")
         own = hardware.rank(-(-ranks // hardware.devices))
@@ -99,11 +96,7 @@ class RankSpeed:
 
 
 def burst(kernels: Sequence[Kernel], speed: RankSpeed, graphs: bool) -> Burst:
-    """Kernels that run one after the other.
-
-    Args:
-        graphs: whether they are part of a captured graph.
-    """
+    """Run kernels one after the other, perhaps as part of a captured graph."""
     times = [speed.seconds(kernel) for kernel in kernels]
     host = speed.host
     if graphs:
@@ -119,3 +112,95 @@ def burst(kernels: Sequence[Kernel], speed: RankSpeed, graphs: bool) -> Burst:
         lag = max(lag, launched + left)
         left -= seconds
     return Burst(sum(times), host=launched, lag=lag)
+
+
+Operation = Literal["all-reduce", "all-gather"]
+
+
+# Of a collective: from when all ranks have begun, and in which a rank itself writes before that, and reads after it.
+Seconds = tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """Connections of ranks.
+
+    Attributes:
+        within: between ranks of one node.
+        across: between nodes; None if there is only one.
+        node: ranks of a node.
+        emulated: a link as `surgeon bench` emulates it, on top.
+        graphs: whether collectives are part of a captured graph.
+    """
+
+    within: Interconnect | None
+    across: Interconnect | None
+    node: int
+    host: Host
+    emulated: Link | None = None
+    graphs: bool = False
+
+    def transfer(self, operation: Operation, size: int, group: Group) -> Transfer:
+        """A collective of so many bytes of each rank, in a group of ranks."""
+        line = delay = 0.0
+        if self.emulated is not None:  # as `EmulatedLink` has ranks send
+            others = len(group) - 1
+            sent = (2 * others / len(group) if operation == "all-reduce" else others) * size
+            line = sent / self.emulated.bandwidth
+            delay = self.emulated.delay
+        nodes = len({rank // self.node for rank in group})
+        used = [self.within] if nodes == 1 else [self.within, self.across]
+        seconds, writing, reading = self._seconds(operation, size, nodes, -(-len(group) // nodes))
+        starting = self.host.graph if self.graphs else self.host.collective
+        launched = self.host.asynchronous and not self.graphs  # by a host that goes ahead of the device
+        return Transfer(
+            shared=seconds,
+            line=line,
+            delay=delay,
+            host=starting if launched else 0.0,
+            writing=writing if launched else writing + starting,
+            reading=reading,
+            contention=max((link.contention for link in used if link is not None), default=0.0),
+        )
+
+    def _seconds(self, operation: Operation, size: int, nodes: int, local: int) -> Seconds:
+        if nodes == 1:
+            assert self.within is not None
+            return best(self.within, operation, size, local)
+        assert self.across is not None
+        if operation == "all-gather":  # every node's part goes to all others, then around within each
+            across = best(self.across, operation, size, nodes)
+            inside = size * nodes
+        else:
+            across = best(self.across, operation, -(-size // local), nodes)
+            inside = size
+        if local == 1 or self.within is None:
+            return across
+        within = best(self.within, operation, inside, local)
+        shared, writing, reading = (sum(both) for both in zip(across, within, strict=True))
+        return shared, writing, reading
+
+
+def best(link: Interconnect, operation: Operation, size: int, ranks: int) -> Seconds:
+    """The link's fastest way."""
+    return min((_seconds(each, link.bandwidth, operation, size, ranks) for each in link.algorithms), key=sum)
+
+
+def _seconds(algorithm: Algorithm, bandwidth: float, operation: Operation, size: int, ranks: int) -> Seconds:
+    base = algorithm.base.at(ranks)
+    hop = algorithm.hop.at(ranks)
+    once = size / (bandwidth * algorithm.share.at(ranks))  # seconds of sending an operand once
+    if algorithm.kind == "shared-memory":
+        return 0.0, once, base + hop * (ranks - 1) + ranks * once
+    others = ranks - 1
+    levels = math.ceil(math.log2(ranks))
+    # Messages that wait for each other, and how often a rank's bytes are sent.
+    reduce = {
+        "ring": (2 * others, 2 * others / ranks),
+        "tree": (2 * levels, 2),
+        "one-shot": (1, others),
+        "sharp": (1, 1),
+    }
+    gather = {"ring": (others, others), "tree": (levels, others), "one-shot": (1, others), "sharp": (1, others)}
+    messages, sent = (reduce if operation == "all-reduce" else gather)[algorithm.kind]
+    return base + messages * hop + sent * once, 0.0, 0.0

@@ -1,6 +1,6 @@
-"""Plans of models that are known by their shapes, like those that `runtime.plan.checks.make_plan` makes of files.
+"""Plans of models known by their shapes, like those that `runtime.plan.checks.make_plan` makes of files.
 
-And what memory they need on each rank: weights and cache by the runtime's own count, and what a pass needs on top.
+And their memory on each rank: weights and cache by the runtime's own count, and a pass's on top.
 """
 
 from __future__ import annotations
@@ -38,10 +38,7 @@ def plan_on_paper(
     kv: Any,
     sliced: bool = False,
 ) -> Plan:
-    """What ranks would be told of a model; what decides about numbers and not about costs is left out.
-
-    Args:
-        sliced: as `Plan.sliced`.
+    """Plan ranks of a model; what decides about numbers and not about costs is left out.
 
     Raises:
         ValueError: if the program names what the model does not have, heads or neurons do not divide among the
@@ -106,13 +103,13 @@ def mixtures_of(shapes: ModelShapes) -> Mixtures:
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes on the rank that needs most, and bytes that there are.
+    """Bytes on the rank that needs most.
 
     Attributes:
         weights: matrices, embedding and head.
         cache: of all texts, in blocks.
         activations: of the pass with most tokens.
-        there: that can be used.
+        there: bytes that can be used.
     """
 
     weights: int
@@ -130,11 +127,7 @@ class Room:
 
 
 def room(shapes: ModelShapes, plan: Plan, hardware: Hardware, texts: int, prompt: int) -> Room:
-    """What a rank needs to continue so many texts of the plan's length, and has.
-
-    Args:
-        prompt: tokens of each text that are computed together at first.
-    """
+    """Count a rank's memory for continuing so many texts of the plan's length."""
     sizes = _footprint(plan, shapes)
     tokens = texts * prompt
     ranks = plan.ranks
@@ -150,7 +143,7 @@ def room(shapes: ModelShapes, plan: Plan, hardware: Hardware, texts: int, prompt
 
 
 def activation_bytes(shapes: ModelShapes, plan: Plan, texts: int, tokens: int) -> int:
-    """What a pass of so many tokens needs on a rank besides weights and cache.
+    """Count a rank's bytes for a pass of so many tokens besides weights and cache.
 
     The stream, its normed copy, what is pending, the widest sublayer's own; and the logits of the texts' last tokens.
     """
@@ -162,5 +155,5 @@ def activation_bytes(shapes: ModelShapes, plan: Plan, texts: int, tokens: int) -
 
 
 def most_texts(shapes: ModelShapes, plan: Plan, hardware: Hardware, prompt: int, limit: int) -> int:
-    """The largest batch, below a limit, that there is room for; 0 if for none."""
+    """The largest batch with room, below a limit; 0 if there is none."""
     return bisect_left(range(1, limit), True, key=lambda texts: not room(shapes, plan, hardware, texts, prompt).fits)

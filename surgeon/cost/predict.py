@@ -1,23 +1,292 @@
-"""What a program costs on described hardware: first token, every further one, memory, and where the time goes."""
+"""Predictions of a program on described hardware: first token, every further one, memory."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import count
 
+import torch
+from torch import Tensor
+
+from surgeon.cost.clocks import Burst, Costs, RankClock, Transfer, meet, pass_seconds
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.hardware import Hardware
-from surgeon.cost.passes import PassCost, PredictedRanks
-from surgeon.cost.plans import Room, plan_on_paper, room
-from surgeon.cost.work import Forward
+from surgeon.cost.kernels import Kernel, Operation, RankSpeed, Wiring, burst
+from surgeon.cost.plans import PLANS, Room, plan_on_paper, room
+from surgeon.cost.work import Forward, GathersFirst, RankWork
 from surgeon.cost.workload import Workload
-from surgeon.language.program import Program
+from surgeon.language.program import Fork, Program, Step
 from surgeon.models.shapes import ModelShapes
+from surgeon.runtime.batching.sequence import LEAST_IN_HALF
+from surgeon.runtime.comm.collectives import Counts
+from surgeon.runtime.comm.wires import WIRES
+from surgeon.runtime.plan.placement import Group, Part, Work, placed_parts, rank_work
 from surgeon.runtime.plan.specification import Plan
+
+CANDIDATE = 16  # bytes of a rank's best token of a text: its logit and its number
+
+
+@dataclass(frozen=True)
+class PassCost:
+    """One forward pass, or the mean of several, as the rank sees it that ends last.
+
+    Attributes:
+        seconds: from its beginning to its end.
+        compute: in which its device computes.
+        launches: of waiting for the host, or for the next kernel.
+        exposed: of waiting for collectives and other ranks.
+        communication: of its collectives, hidden or not.
+        layers, vocabulary: collectives that a rank starts, of the program's nodes and of embedding and head.
+    """
+
+    seconds: float
+    compute: float
+    launches: float
+    exposed: float
+    communication: float
+    layers: Counts
+    vocabulary: Counts
+
+    @property
+    def share(self) -> float:
+        """The part of its time in which it waits for collectives."""
+        return self.exposed / self.seconds
+
+
+class PredictedRanks:
+    """Ranks of a plan on hardware, whose passes are predicted.
+
+    Attributes:
+        work: by rank, every step's, with a number that is the same of steps that cost the same.
+        node: ranks of a node.
+        captured: whether decoding passes are captured graphs.
+    """
+
+    def __init__(self, shapes: ModelShapes, plan: Plan, hardware: Hardware, deployment: Deployment) -> None:
+        self.shapes = shapes
+        self.plan = plan
+        self.hardware = hardware
+        self.deployment = deployment
+        self.program, self.work = _works(plan)
+        asynchronous = hardware.host.asynchronous
+        self.captured = asynchronous if deployment.graphs is None else deployment.graphs
+        if self.captured and not asynchronous:
+            raise ValueError(f"{hardware.name} launches kernels one by one; captured graphs are for GPUs")
+        self.node = deployment.node or (plan.ranks if hardware.sharing else hardware.devices)
+        self.speed = RankSpeed.of(hardware, plan.dtype, min(plan.ranks, self.node))
+        self._ways: dict[tuple[object, ...], bool] = {}
+
+    def wiring(self, graphs: bool) -> Wiring:
+        deployment = self.deployment
+        within = None
+        across = None
+        if min(self.plan.ranks, self.node) > 1:
+            within = self.hardware.link(deployment.link)
+        if self.plan.ranks > self.node:
+            across = self.hardware.link(deployment.network, between_nodes=True)
+        return Wiring(within, across, self.node, self.speed.host, deployment.emulated, graphs)
+
+    def gathers(self, part: Part) -> bool:
+        """Tell whether first factors are shared out: as deployed, or as is faster for one token."""
+        if self.plan.low_rank != "auto":
+            return self.plan.low_rank == "gather"
+        key = replace(part.sublayer, layers=(0,)), part.sharers
+        if key not in self._ways:
+            work = Work(Step((replace(part.sublayer, piece=None),)), (replace(part, index=0),))
+            ways: tuple[GathersFirst, ...] = (lambda _: True, lambda _: False)
+            gathered, replicated = (PassCosts(self, Forward(1, 1), self.captured, way).alone(work) for way in ways)
+            self._ways[key] = gathered < replicated
+        return self._ways[key]
+
+    def forward(self, forward: Forward, graphs: bool) -> PassCost:
+        """Predict one pass, in halves where they are deployed and possible; halves are no captured graph."""
+        in_halves = self.deployment.halves == "on" and self.plan.ranks > 1
+        halves = forward.in_halves(LEAST_IN_HALF) if in_halves else None
+        if halves is None:
+            return self._forward(forward, [forward], graphs)
+        return self._forward(forward, halves, graphs=False)
+
+    def _forward(self, forward: Forward, parts: Sequence[Forward], graphs: bool) -> PassCost:
+        ends, *costs = (PassCosts(self, one, graphs, self.gathers) for one in (forward, *parts))
+        start = self.speed.host.forward.at(forward.texts)
+        clocks = [RankClock(now=start, host=start, launches=start) for _ in range(self.plan.ranks)]
+        ends.embed(clocks)
+        pass_seconds(self.program, clocks, *costs)
+        ends.choose(clocks)
+        last = max(clocks, key=lambda clock: clock.now)
+        times = last.now, last.compute, last.launches, last.exposed, last.communication
+        layers = sum((one.layers for one in costs), Counts())
+        return PassCost(*times, layers=layers, vocabulary=ends.vocabulary)
+
+
+@lru_cache(maxsize=PLANS)
+def _works(plan: Plan) -> tuple[Program, list[list[tuple[Work, int]]]]:
+    """A plan's program, and every rank's work, with one number for steps that differ in layers only."""
+    program = Program.parse(plan.program)
+    by_rank = [rank_work(program, rank, plan.ranks, plan.sliced) for rank in range(plan.ranks)]
+    numbers: dict[object, int] = {}
+
+    def number(work: Work) -> int:
+        sublayers = tuple(
+            (replace(one, layers=(0,)), plan.mixtures.size(one), plan.window(one)) for one in work.step.sublayers
+        )
+        parts = tuple((part.index, part.sublayer.piece, part.sharers) for part in work.parts)
+        return numbers.setdefault((sublayers, parts), len(numbers))
+
+    return program, [[(work, number(work)) for work in each] for each in by_rank]
+
+
+Timed = tuple[list[Burst | Transfer], Counts]  # what a rank does of a step, and the collectives inside it
+
+
+class PassCosts(Costs):
+    """The costs of one pass.
+
+    Attributes:
+        layers, vocabulary: collectives that rank 0 has started.
+    """
+
+    def __init__(self, ranks: PredictedRanks, forward: Forward, graphs: bool, gathers: GathersFirst) -> None:
+        self.ranks = ranks
+        self.plan = ranks.plan
+        self.forward = forward
+        self.graphs = graphs
+        static = ranks.hardware.host.asynchronous
+        self.rank_work = RankWork(ranks.plan, ranks.shapes, gathers, static, static and ranks.deployment.adding)
+        self.wires = ranks.wiring(graphs)
+        self.connected = ranks.deployment.connected
+        self.layers = Counts()
+        self.vocabulary = Counts()
+        self._next = [count() for _ in ranks.work]
+        self._known: dict[object, Timed] = {}
+        self._reductions: dict[object, tuple[Transfer, Counts]] = {}
+
+    def leave_attention(self) -> None:
+        self.forward = self.forward.ending
+        self._known.clear()
+
+    def items(self, rank: int, step: Step) -> Sequence[Burst | Transfer]:
+        work, like = self.ranks.work[rank][next(self._next[rank])]
+        assert work.step is step, f"the executor is at {step}, the rank's work at {work.step}"
+        if like not in self._known:
+            self._known[like] = self._timed(work)
+        items, sent = self._known[like]
+        if rank == 0:
+            self.layers += sent
+        return items
+
+    def part(self, node: Step | Fork, group: Group) -> Tensor:
+        return self._operand(self.rank_work.reduced(node, isinstance(node, Fork) or self._whole(node, group)))
+
+    def finish(self, step: Step, group: Group) -> Burst | None:
+        if self._whole(step, group):
+            kernels = []
+        else:
+            kernels = self.rank_work.finish(step, self.forward)
+        if kernels:
+            return self._burst(kernels)
+        return None
+
+    def transfers(self, part: Tensor, group: Group) -> Sequence[Transfer]:
+        if not self.connected:
+            return ()
+        key = part.shape, group
+        if key not in self._reductions:
+            sent = Counts()
+            self._reductions[key] = self._transfer("all-reduce", part, group, sent), sent
+        transfer, sent = self._reductions[key]
+        if group[0] == 0:
+            self.layers += sent
+        return [transfer] * len(group)
+
+    def embed(self, clocks: Sequence[RankClock]) -> None:
+        """Look up embeddings, and sum them over the ranks, which have some rows each."""
+        numbers = self.rank_work.numbers
+        values = self.forward.tokens * self.plan.hidden
+        self._end(clocks, [numbers.copy("embedding", 2 * values)], "all-reduce", numbers.size * values)
+
+    def choose(self, clocks: Sequence[RankClock]) -> None:
+        """Take every text's last token through the final norm and the head, and gather the best logits of all ranks."""
+        plan = self.plan
+        numbers = self.rank_work.numbers
+        texts = self.forward.texts
+        rows = -(-plan.vocabulary // plan.ranks)
+        norm = numbers.copy("norm", 2 * texts * plan.hidden)
+        head = numbers.product("head", texts, rows, plan.hidden)
+        self._end(clocks, [norm, head, numbers.copy("best", texts * rows)], "all-gather", CANDIDATE * texts)
+
+    def alone(self, work: Work) -> float:
+        """Seconds of a step, among ranks that do the same."""
+        clock = RankClock()
+        for item in self._timed(work)[0]:
+            if isinstance(item, Burst):
+                clock.spend(item)
+            else:
+                meet([clock], item)
+        return max(clock.now, clock.host)
+
+    def _end(self, clocks: Sequence[RankClock], kernels: Sequence[Kernel], operation: Operation, size: int) -> None:
+        """Spend kernels at an end of the program, and an exact collective of all, hidden by nothing."""
+        for clock in clocks:
+            clock.spend(self._burst(kernels))
+        if self.connected and len(clocks) > 1:
+            meet(clocks, self._exact(operation, size, tuple(range(len(clocks))), self.vocabulary))
+
+    def _timed(self, work: Work) -> Timed:
+        """A step's kernels as one burst between every two exchanges."""
+        found: list[Burst | Transfer] = []
+        sent = Counts()
+        kernels = list[Kernel]()
+        for item in self.rank_work.items(work, self.forward):
+            if isinstance(item, Kernel):
+                kernels.append(item)
+            elif self.connected:
+                part = self._operand(item.width)
+                if item.exact:
+                    inside = self._exact(item.operation, part.nbytes, item.group, sent)
+                else:
+                    inside = self._transfer(item.operation, part, item.group, sent)
+                found += [self._burst(kernels), replace(inside, group=item.group)]
+                kernels = []
+        if kernels:
+            found.append(self._burst(kernels))
+        return found, sent
+
+    def _burst(self, kernels: Sequence[Kernel]) -> Burst:
+        return burst(kernels, self.ranks.speed, self.graphs)
+
+    def _operand(self, width: int) -> Tensor:
+        return torch.empty(self.forward.tokens, width, dtype=getattr(torch, self.plan.dtype), device="meta")
+
+    def _transfer(self, operation: Operation, part: Tensor, group: Group, counts: Counts) -> Transfer:
+        compress = self.ranks.deployment.compress
+        if compress is None or operation == "all-gather":
+            return self._exact(operation, part.nbytes, group, counts)
+        wire = WIRES[compress]
+        sent = self._exact("all-gather", wire.count_bytes(part.shape, part.dtype), group, counts)
+        before, after = (
+            self._burst([Kernel("pack", "copy", 0.0, often * moved, launches=launches)])
+            for moved, (often, launches) in ((part.nbytes, wire.packing), (len(group) * part.nbytes, wire.unpacking))
+        )
+        return replace(sent, before=before, after=after)
+
+    def _exact(self, operation: Operation, size: int, group: Group, counts: Counts) -> Transfer:
+        counts.all_reduces += operation == "all-reduce"
+        counts.all_gathers += operation == "all-gather"
+        counts.bytes += size
+        return self.wires.transfer(operation, size, group)
+
+    def _whole(self, step: Step, group: Group) -> bool:
+        """Tell whether each rank of a group computes whole sublayers of a step."""
+        alone = len(group) == 1 or not self.plan.sliced
+        return alone and all(part == step.sublayers[index] for index, part in placed_parts(step, 0, len(group))[0])
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a program costs.
+    """Costs of a program.
 
     Attributes:
         prefill: the pass over all prompts, which brings the first token.
@@ -53,7 +322,7 @@ class Prediction:
 
     @property
     def share(self) -> float:
-        """Of all the time, the part in which ranks wait for collectives."""
+        """The part of all time in which ranks wait for collectives."""
         later = self.decode.exposed * (self.workload.new - 1) if self.decode else 0.0
         return (self.prefill.exposed + later) / self.total
 
@@ -61,7 +330,7 @@ class Prediction:
 def predict(
     shapes: ModelShapes, program: Program, hardware: Hardware, workload: Workload, deployment: Deployment
 ) -> Prediction:
-    """What a program costs; whether it fits into memory is said, not enforced.
+    """Predict a program's costs; whether it fits into memory is noted, not enforced.
 
     Raises:
         ValueError: if the program, the ranks or the texts' length do not fit the model, or the hardware lacks a figure,

@@ -1,4 +1,4 @@
-"""Many predictions: several programs, on several numbers of ranks, for several loads."""
+"""Predictions of several programs, on several numbers of ranks, for several loads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import pandas as pd
 from surgeon.cost.candidates import Candidate
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.hardware import Hardware
-from surgeon.cost.passes import PassCost
 from surgeon.cost.plans import divides, most_texts, plan_on_paper, room
 from surgeon.cost.predict import Prediction, predict
 from surgeon.cost.workload import Workload
@@ -25,16 +24,29 @@ from surgeon.words import plural
 MOST_RANKS = 64  # that are looked at for those that have room
 MOST_TEXTS = 1 << 16  # likewise
 MS = 1e3
+SIZES = ("weights", "cache", "activations", "needed", "there")  # of a rank's memory
+NUMBERS = (
+    *("first_token_ms", "per_token_ms", "tokens_per_second", "communication_share"),
+    *(
+        f"{phase}_{name}"
+        for phase in ("prefill", "decode")
+        for name in (
+            *(f"{part}_ms" for part in (*PARTS, "communication")),
+            *("all_reduces", "all_gathers", "bytes", "vocabulary_collectives"),
+        )
+    ),
+    *(f"{name}_bytes" for name in SIZES),
+)  # columns of a prediction
 _RANGE = re.compile(r"(\d{1,7})(?:\.\.(\d{1,7}))?")
 
 
 @dataclass(frozen=True)
 class SweepCell:
-    """One prediction, or why there is none.
+    """One prediction, or the reason why there is none.
 
     Attributes:
         prediction: None if these ranks cannot share the program.
-        refused: why there is none, or that it does not fit into memory; empty where all is well.
+        refused: the reason, or that it does not fit into memory; empty where all is well.
     """
 
     candidate: Candidate
@@ -45,7 +57,7 @@ class SweepCell:
 
 
 def parse_sweep(text: str) -> dict[str, list[int]]:
-    """The values of each axis in a text such as "ranks=1..64,batch=1..256": the first, twice as many, ..., the last.
+    """Read axes such as "ranks=1..64,batch=1..256": the first value, twice as many, ..., the last.
 
     Raises:
         ValueError: if it cannot be read.
@@ -76,11 +88,7 @@ def sweep(
     axes: Mapping[str, Sequence[int]],
     advance: Callable[[float], None] = lambda _: None,
 ) -> list[SweepCell]:
-    """Predict every program for all combinations of what the axes say, in their order.
-
-    Args:
-        advance: called with 1 after each prediction.
-    """
+    """Predict every program for all combinations of the axes' values, in their order."""
     cells = []
     for values in product(*(axes.get(name, (None,)) for name in AXES)):
         chosen = {name: value for name, value in zip(AXES, values, strict=True) if value is not None}
@@ -92,7 +100,7 @@ def sweep(
 
 
 def cell(candidate: Candidate, hardware: Hardware, deployment: Deployment, workload: Workload) -> SweepCell:
-    """One prediction; what the ranks or their memory refuse is told in it."""
+    """Predict one cell; refusals of ranks or memory are noted in it."""
     halves = deployment.halves if candidate.halves == "off" else candidate.halves
     deployment = replace(deployment, connected=deployment.connected and candidate.connected, halves=halves)
     try:
@@ -105,7 +113,7 @@ def cell(candidate: Candidate, hardware: Hardware, deployment: Deployment, workl
 
 
 def explain_memory(cell: SweepCell, hardware: Hardware) -> str:
-    """Say what a prediction that does not fit needs, and what would do: fewer texts, or more ranks."""
+    """Explain a prediction that does not fit: its needs, and how many texts or ranks would do."""
     prediction = cell.prediction
     workload = cell.workload
     assert prediction is not None
@@ -131,7 +139,7 @@ def explain_memory(cell: SweepCell, hardware: Hardware) -> str:
 
 
 def ranks_with_room(cell: SweepCell, hardware: Hardware) -> Iterator[int]:
-    """Numbers of ranks, more than the cell's, that can share the program and have room for it."""
+    """Yield more ranks than the cell's that can share the program and have room for it."""
     assert cell.prediction is not None
     for ranks in range(cell.deployment.ranks + 1, MOST_RANKS + 1):
         if ranks > hardware.devices and not hardware.networks:
@@ -151,7 +159,7 @@ def ranks_with_room(cell: SweepCell, hardware: Hardware) -> Iterator[int]:
 
 
 def prediction_table(cells: Sequence[SweepCell]) -> pd.DataFrame:
-    """One row per program, ranks and load; speedups are over the first program on the same ranks for the same load."""
+    """One row per program, ranks and load; speedups are over the first program at the same ranks and load."""
     table = pd.DataFrame([_row(cell) for cell in cells])
     where = list(AXES)
     first = table[table["program"] == table["program"].iloc[0]].set_index(where)
@@ -171,23 +179,18 @@ def _row(cell: SweepCell) -> dict[str, object]:
         "batch": load.batch,
         "prompt": load.prompt,
         "new": load.new,
-        "first_token_ms": math.nan if found is None else found.first_token * MS,
-        "per_token_ms": math.nan if found is None else found.per_token * MS,
-        "tokens_per_second": math.nan if found is None else found.rate,
-        "communication_share": math.nan if found is None else found.share,
+        **dict.fromkeys(NUMBERS, math.nan),
+        "fits": int(found is not None and found.memory.fits),
+        "refused": cell.refused,
     }
-    for phase in ("prefill", "decode"):
-        row |= _split(phase, None if found is None else getattr(found, phase))
-    sizes = ("weights", "cache", "activations", "needed", "there")
-    row |= {f"{name}_bytes": math.nan if found is None else getattr(found.memory, name) for name in sizes}
-    return row | {"fits": int(found is not None and found.memory.fits), "refused": cell.refused}
-
-
-def _split(phase: str, cost: PassCost | None) -> dict[str, object]:
-    values: dict[str, float] = {f"{part}_ms": math.nan for part in (*PARTS, "communication")}
-    values |= dict.fromkeys(("all_reduces", "all_gathers", "bytes", "vocabulary_collectives"), math.nan)
-    if cost is not None:
-        values = {f"{part}_ms": getattr(cost, part) * MS for part in (*PARTS, "communication")}
-        values |= asdict(cost.layers)
-        values["vocabulary_collectives"] = cost.vocabulary.all_reduces + cost.vocabulary.all_gathers
-    return {f"{phase}_{name}": value for name, value in values.items()}
+    if found is None:
+        return row
+    times = found.first_token * MS, found.per_token * MS, found.rate, found.share
+    row |= zip(NUMBERS, times, strict=False)
+    for phase, cost in (("prefill", found.prefill), ("decode", found.decode)):
+        if cost is not None:
+            values = {f"{part}_ms": getattr(cost, part) * MS for part in (*PARTS, "communication")}
+            values |= asdict(cost.layers)
+            values["vocabulary_collectives"] = cost.vocabulary.all_reduces + cost.vocabulary.all_gathers
+            row |= {f"{phase}_{name}": value for name, value in values.items()}
+    return row | {f"{name}_bytes": getattr(found.memory, name) for name in SIZES}

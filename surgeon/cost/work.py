@@ -13,8 +13,7 @@ from functools import lru_cache
 from math import comb
 from typing import NamedTuple
 
-from surgeon.cost.collectives import Operation
-from surgeon.cost.kernels import Kernel, Numbers
+from surgeon.cost.kernels import Kernel, Numbers, Operation
 from surgeon.language.program import Fork, Step
 from surgeon.language.sublayer import ATTENTION, Sublayer
 from surgeon.models.families.specs import Latent

@@ -1,4 +1,4 @@
-"""What a model is given to do, where its speed is predicted or measured."""
+"""A load whose speed is predicted or measured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Workload:
         batch: how many texts.
         prompt: tokens of each prompt.
         new: tokens to add to each.
-        seed: of the token ids, where something is computed.
+        seed: of random token ids.
     """
 
     batch: int = 1
@@ -32,7 +32,7 @@ class Workload:
 
     @classmethod
     def within(cls, positions: int, batch: int = 1, prompt: int | None = None, new: int | None = None) -> Workload:
-        """Texts that a model of so many positions takes, where it is not said how long they are."""
+        """A load with default lengths that fit a model of so many positions."""
         usual = min(cls.prompt, positions // 2), max(2, min(cls.new, positions // 4))
         return cls(batch, prompt or usual[0], new or usual[1])
 
@@ -41,7 +41,7 @@ class Workload:
         return self.prompt + self.new
 
     def requests(self, vocabulary: int) -> list[Request]:
-        """The texts, of random tokens; end tokens do not end them."""
+        """Make the texts, of random tokens; end tokens do not end them."""
         generator = torch.Generator().manual_seed(self.seed)
         texts = torch.randint(vocabulary, (self.batch, self.prompt), generator=generator).tolist()
         sampling = Sampling(max_new_tokens=self.new, ignore_end=True)

@@ -64,7 +64,7 @@ class Scan(RunResult):
         permutations: one row per random order, as in `permutations.csv`; empty if there are none.
         experts: one row per expert of the model's mixtures where its map was asked for, as in `experts.csv`: load, the
             share of tokens that it gets; of these the mean weight, size of what it makes of them, and saliency
-            (`surgeon.analysis.experts`).
+            (`surgeon.analysis.importance`).
         cap: colours of maps end at this multiple of the base perplexity, at the latest.
     """
 

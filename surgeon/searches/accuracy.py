@@ -1,4 +1,4 @@
-"""A task's accuracy as an objective: lm-eval on programs of the loaded model, of few of them, as it takes minutes."""
+"""A task's accuracy as an objective: lm-eval on the few best programs, as it takes minutes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TaskAccuracy:
 
     Attributes:
         model: unedited; it is left as it is.
-        identity: what the model's answers depend on beside the program, as JSON values: its hash, say.
+        identity: on which the model's answers depend beside the program, as JSON values.
         folder: where answers are kept, so that a killed search asks only what is missing; None to keep none.
         factors: of matrices that programs have ranks for; by default the plain ones.
     """
@@ -44,11 +44,7 @@ class TaskAccuracy:
     factors: FactorSource | None = None
 
     def __post_init__(self) -> None:
-        """Load the tasks, so that what is wrong with them is said before anything is measured.
-
-        Raises:
-            FileNotFoundError, ValueError, ImportError: as `load_tasks`; ValueError if the model is an edited one.
-        """
+        """Load the tasks, before anything is measured."""
         require_unedited(self.model)
         positions = int(self.model.config.max_position_embeddings)
         self._tasks: dict[str, Tasks] = {}
@@ -57,7 +53,7 @@ class TaskAccuracy:
                 self._tasks[str(objective)] = load_tasks([objective.on], positions, seeds=self.settings.seeds)
 
     def measure(self, programs: Iterable[Program]) -> dict[Program, dict[str, float]]:
-        """The accuracy of each program by each of the objectives' names, as `Quality.more` has it.
+        """Measure the accuracy of each program by each of the objectives' names, as `Quality.more` has it.
 
         Raises:
             ValueError: if a text cannot be scored with this model, or a task has no accuracy.
@@ -76,14 +72,14 @@ class TaskAccuracy:
         return found
 
     def of_the_best(self, trials: Sequence[Trial], count: int = FEW) -> list[Trial]:
-        """All trials, with the accuracy of those of least divergence: of so many of every level that was looked at.
+        """Add the accuracy of those trials of least divergence, so many of every level.
 
         The others keep none, so that by these objectives they are infinitely dear.
         """
         by_level: dict[float | None, list[Trial]] = defaultdict(list)
         for trial in trials:
             if trial.measured.whole and math.isfinite(trial.measured.divergence):
-                by_level[trial.proposal.level].append(trial)
+                by_level[trial.level].append(trial)
         best = [
             trial
             for group in by_level.values()
@@ -100,11 +96,7 @@ class TaskAccuracy:
 
 
 def accuracy_of(found: Sequence[Score], name: str) -> float:
-    """The accuracy among a task's numbers.
-
-    Raises:
-        ValueError: if it has none.
-    """
+    """Find the accuracy among a task's numbers."""
     for metric in METRICS:
         for score in found:
             if score.metric == metric:

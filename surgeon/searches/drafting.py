@@ -1,15 +1,15 @@
-"""What programs are worth as drafts: the search goes by the time of a token where they draft for the unedited model.
+"""Programs as drafts: a search goes by the time of a token where they draft for the unedited model.
 
-Of a program's pass beside the model's keys and values the time is predicted, and its acceptance is measured on the text
-of the search; `runtime.batching.ahead` has the number of tokens ahead for these, and with it the time of a token.
+The time of a program's pass beside the model's keys and values is predicted, and its acceptance measured on the text
+of the search; `runtime.batching.ahead` makes the number of tokens ahead of these, and the time of a token.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cache
 from typing import Any
 
 from surgeon.analysis.factors.factor_plan import plan_factors
@@ -26,7 +26,6 @@ from surgeon.opened import Model
 from surgeon.processes.files import finite
 from surgeon.quality.summary import ACCEPTANCES, Quality
 from surgeon.quality.text import OWN, VERIFIED, logits_of, text_values
-from surgeon.runtime.plan.specification import Plan
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.quantities import DRAFT_PASS, Aspect, show_seconds
@@ -36,35 +35,29 @@ REFUSED = 0.5  # of the root of a divergence: what share of drafted tokens it co
 AHEAD = "ahead"  # what trials have, by this name: the tokens that are best drafted ahead
 
 
-@dataclass(frozen=True)
-class DraftObstacles:
-    """Why edits of a model make no draft on some ranks."""
+def draft_obstacle(model: Model, ranks: int) -> Callable[[Recipe, Program], str]:
+    """Make a `Mixture.obstacle`: the reason why a recipe's program makes no draft on these ranks."""
+    shapes = model.shapes
+    plan = cache(lambda: plan_on_paper(shapes, model.program, ranks, 1, shapes.dtype, "auto", "full"))
 
-    model: Model
-    ranks: int
-
-    def __call__(self, recipe: Recipe, program: Program) -> str:
-        """In words; empty where a recipe's program can draft."""
-        if not plan_factors(recipe, self.model).is_of_weights:
+    def obstacle(recipe: Recipe, program: Program) -> str:
+        if not plan_factors(recipe, model).is_of_weights:
             return "heads, neurons or factors go by a text, and a draft has those that the model's matrices alone tell"
         try:
-            draft_on_paper(self._plan, self.model.shapes, program)
+            draft_on_paper(plan(), shapes, program)
         except ValueError as error:
             return str(error)
         return ""
 
-    @cached_property
-    def _plan(self) -> Plan:
-        shapes = self.model.shapes
-        return plan_on_paper(shapes, self.model.program, self.ranks, 1, shapes.dtype, "auto", "full")
+    return obstacle
 
 
 @dataclass(frozen=True)
 class DraftValue:
-    """What programs are worth as drafts.
+    """The value of programs as drafts.
 
     Attributes:
-        objective: on which hardware.
+        objective: names the hardware.
         by: which of their acceptances counts.
     """
 
@@ -73,7 +66,7 @@ class DraftValue:
     by: str
 
     def at(self, acceptance: float, program: Program) -> DraftedPrediction | None:
-        """Drafting by a program of some acceptance; None where it cannot, or its acceptance is not known."""
+        """Predict drafting at an acceptance; None where the program cannot, or it is not known."""
         assert self.objective.on is not None
         seconds = self.pricing.price(Aspect(DRAFT_PASS, self.objective.on), program)
         if math.isnan(acceptance) or math.isinf(seconds):
@@ -84,24 +77,21 @@ class DraftValue:
         return self.at(getattr(measured, self.by), program)
 
     def promise(self, program: Program, divergence: float) -> float:
-        """What a program of some divergence may be worth: the time of a token, in parts of that without drafts.
+        """Estimate the time of a token by a program's divergence, in parts of that without drafts.
 
         A token that is drawn is refused with the total variation of both predictions as its chance, which is at most
         sqrt(divergence / 2) (Pinsker's inequality), and was half of the root for programs of any damage; greedy tokens
         are refused about as often.
         """
         found = self.at(max(0.0, 1 - REFUSED * math.sqrt(max(0.0, divergence))), program)
-        if found is None:
-            return math.inf
-        return 1 / found.speedup
+        return math.inf if found is None else 1 / found.speedup
 
     def valued(self, program: Program, measured: Quality) -> Quality:
-        """A program as it was measured, with what it is worth as a draft.
+        """Add a program's value as a draft to its quality.
 
-        What a window's acceptance makes of the time of a token is taken to first order around that of all windows, so
-        that the mean over the windows is the time that is predicted for the mean acceptance, and its interval is that
-        of the delta method. With k tokens ahead and T the time of a round, that time is T / f, f = 1 + a + ... + a^k,
-        and falls by f' / f of itself with a.
+        A window's time of a token is taken to first order around that of all windows, so that the mean over windows is
+        the time predicted for the mean acceptance, and its interval is that of the delta method. With k tokens ahead
+        and T the time of a round, that time is T / f, f = 1 + a + ... + a^k, and falls by f' / f of itself with a.
         """
         found = self.by_quality(program, measured)
         if found is None:
@@ -119,10 +109,10 @@ class DraftValue:
 def by_verified_keys(
     evaluator: Evaluator, measured: Mapping[Program, Quality]
 ) -> tuple[Mapping[Program, Quality], str]:
-    """Programs as they were measured, but for their acceptances: by the model's keys and values of earlier tokens.
+    """Measure acceptances again by the model's keys and values of earlier tokens.
 
     Returns:
-        And nothing, or in words why it cannot be; they are as they were then.
+        The qualities with these acceptances, and nothing; or the same ones, and the reason.
     """
     model = evaluator.model
     dense = evaluator.dense
@@ -149,14 +139,14 @@ def by_verified_keys(
 
 @dataclass(frozen=True)
 class FoundDraft:
-    """What a search has found, as a draft.
+    """A search's winner as a draft.
 
     Attributes:
         by: which acceptance counts.
         predicted: by the acceptance on the text of the search, and on held-out text if there is some.
-        measured: on this machine; None if it was not.
+        measured: on this machine.
         keys: whose keys and values of earlier tokens it reads on held-out text (`by_verified_keys`).
-        why_own: why these are its own.
+        why_own: the reason for its own.
     """
 
     by: str
@@ -193,14 +183,7 @@ class FoundDraft:
         for text, one in zip(("searched", "held_out"), self.predicted, strict=False):
             numbers = {name: getattr(one, name) for name in names}
             predicted[text] = numbers | {"dense_per_token": one.model.per_token}
-        if self.measured is None:
-            measured = {}
-        else:
-            measured = {"measured": finite(asdict(self.measured))}
-        return {
-            "acceptance": self.by,
-            "held_out_keys": self.keys,
-            "predicted": predicted,
-            **measured,
-            "sentences": self.lines(),
-        }
+        found = {"acceptance": self.by, "held_out_keys": self.keys, "predicted": predicted}
+        if self.measured is not None:
+            found["measured"] = finite(asdict(self.measured))
+        return found | {"sentences": self.lines()}

@@ -1,10 +1,9 @@
-"""What a search minimises: the divergence of programs from the original, measured on fixed windows of text, cheaply.
+"""The divergence of programs from the original, measured on fixed windows of text, cheaply.
 
-Four things make a trial cheaper than running its program on all of the text. Programs measured together run what they
-begin with in common once. What programs began with is kept, as memory allows, and later ones go on from there. The
-original's predictions are kept on disk. And a program that is hopelessly worse than the best is stopped after some of
-the windows. None of the first three changes a number; the fourth gives an estimate, with its interval, of a program
-that is out of the running.
+Programs measured together run common beginnings once. States of beginnings are kept, as memory allows, for later
+programs. The original's predictions are kept on disk. And a program that is hopelessly worse than the best is stopped
+after some of the windows. None of the first three changes a number; the fourth gives an estimate, with its interval,
+of a program that is out of the running.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,59 +41,36 @@ MOST_BLOCKS = 256  # of a text: with more windows than that, windows are compare
 
 
 def blocks_per_window(windows: int, tokens: int) -> int:
-    """Into how many parts windows are cut, so many of them and each with so many predicted tokens; 1: not cut."""
+    """Into how many parts to cut each of these windows of predicted tokens; 1: they are not cut."""
     return max(1, min(tokens // BLOCK, MOST_BLOCKS // windows))
 
 
-@dataclass(frozen=True)
-class Race:
-    """The rule; checked as it is made.
+# Of the test at each look, of a race against the best.
+ALPHA = 0.01
+MARGIN = 0.01  # how much worse than the best a program may be, as a share of the best's divergence
+CORRELATION = 0.25  # of the blocks of a window, in the difference of two programs
 
-    Attributes:
-        alpha: of the test at each look.
-        margin: how much worse than the best a program may be, as a share of the best's divergence (and a millionth of a
-            nat, which rounding makes).
-        correlation: of the blocks of a window, in what two programs differ by.
-        least: values before the first look.
 
-    Raises:
-        ValueError: if alpha is no chance below a half, or the margin is negative.
+def is_lost(own: Values, best: Values, blocks: int = 1) -> bool:
+    """Test whether a program is worse, by its divergence and the best's on the same parts of a text, (parts,) each.
+
+    A program whose divergence is no number has lost; to a best of that kind nothing loses. One value tells nothing.
+
+    Args:
+        blocks: how many of the parts are of one window.
     """
-
-    alpha: float = 0.01
-    margin: float = 0.01
-    correlation: float = 0.25
-    least: int = 2
-
-    def __post_init__(self) -> None:
-        if not 0 < self.alpha < 0.5:
-            raise ValueError(f"alpha must lie between 0 and 0.5, not at {self.alpha}")
-        if self.margin < 0 or not 0 <= self.correlation <= 1 or self.least < 2:
-            raise ValueError(
-                f"a race needs a margin of 0 or more, a correlation from 0 to 1 and two values or more, not {self}"
-            )
-
-    def is_lost(self, own: Values, best: Values, blocks: int = 1) -> bool:
-        """Whether a program is worse, by its divergence and the best's on the same parts of a text, (parts,) each.
-
-        A program whose divergence is no number has lost; to a best of that kind nothing loses.
-
-        Args:
-            blocks: how many of the parts are of one window.
-        """
-        if not np.isfinite(best).all():
-            return False
-        if not np.isfinite(own).all():
-            return True
-        if len(own) < self.least:
-            return False
-        above = own - best * (1 + self.margin) - ROUNDING
-        effect = 1 + (blocks - 1) * self.correlation
-        mean = float(above.mean())
-        error = float(stats.sem(above)) * math.sqrt(effect)
-        if mean <= 0:
-            return False
-        return error == 0 or float(stats.t.sf(mean / error, len(above) - 1)) < self.alpha
+    if not np.isfinite(best).all():
+        return False
+    if not np.isfinite(own).all():
+        return True
+    if len(own) < 2:
+        return False
+    above = own - best * (1 + MARGIN) - ROUNDING
+    mean = float(above.mean())
+    error = float(stats.sem(above)) * math.sqrt(1 + (blocks - 1) * CORRELATION)
+    if mean <= 0:
+        return False
+    return error == 0 or float(stats.t.sf(mean / error, len(above) - 1)) < ALPHA
 
 
 KEPT_SHARE = 0.125  # of the memory that is free, what states of earlier trials take where no limit is given
@@ -103,26 +79,20 @@ FIRST_TOKENS = {"cpu": 512, "cuda": 8192}  # in the first windows of a race; few
 
 
 class Evaluator:
-    """Measures programs on a model and a text; everything that can be is computed once.
+    """Measures programs on a model and a text, and keeps what later ones can use.
 
     Args:
         model: the layers that it is stored as; it is left as it is.
-        windows: the text.
         memory: a limit in bytes on the memory of the whole process.
         folder: for hidden states that do not fit into the memory, where the model's weights are streamed.
         ran: called with the number of sublayers run, as they run.
-        kept: how many bytes of states are kept for later programs; by default what `memory` leaves, or else a share of
-            the memory that is free.
-        race: the rule by which programs are stopped.
+        kept: bytes of states to keep; by default what `memory` leaves, or else a share of the memory that is free.
         own: the model's program over these layers, which is the original; by default they run one after the other.
         factors: of matrices that programs have ranks for; by default the plain ones.
         sampled: whether programs get their sampled acceptance, too.
 
     Attributes:
-        sublayers: how many have run so far, one on a part of the windows counted as that part.
-
-    Raises:
-        ValueError: if the model is an edited one.
+        sublayers: that have run so far, one on a part of the windows counted as that part.
     """
 
     def __init__(
@@ -134,7 +104,6 @@ class Evaluator:
         ran: Callable[[float], Any] = lambda _: None,
         *,
         kept: int | None = None,
-        race: Race | None = None,
         own: Program | None = None,
         factors: FactorSource | None = None,
         sampled: bool = False,
@@ -148,7 +117,6 @@ class Evaluator:
         self.dense = own or program_of(model)
         self.sublayers = 0.0
         self.head = OutputHead(model)
-        self.race = race or Race()
         self.blocks = blocks_per_window(len(windows.ids), windows.ids.shape[1] - 1)
         self.references = TextReferences(windows.ids, sampled)
         self.at_once = len(windows.ids)
@@ -165,18 +133,12 @@ class Evaluator:
     def measure(
         self, programs: Iterable[Program], best: Quality | None = None, most: int | None = None
     ) -> dict[Program, Quality]:
-        """The quality of programs, equal ones measured once.
+        """Measure the quality of programs, equal ones once.
 
         Args:
-            best: measured on all windows; programs that are hopelessly worse are stopped (`whole` is False, then). By
-                default none is.
-            most: windows to run, from the first on (or a few more: as many as are run together); by default all. Of
-                fewer, numbers are means over those, and `whole` is False.
-
-        Raises:
-            ValueError: if `most` is less than 1, if the best was not measured on all windows, or if the model's own
-                predictions are not finite.
-            OSError: if the disk is too small for hidden states of a streamed model.
+            best: measured on all windows; programs that are hopelessly worse are stopped (`whole` is False, then).
+            most: windows to run, from the first on; by default all. Of fewer, numbers are means over those, and `whole`
+                is False.
         """
         if most is not None and most < 1:
             raise ValueError(f"a program is measured on one window at least, not on {most}")
@@ -204,13 +166,7 @@ class Evaluator:
     def streams(
         self, programs: Iterable[Program], windows: range, tokens: int | None = None
     ) -> Iterator[tuple[Program, Tensor]]:
-        """Programs with the stream after each on some windows, (windows, tokens, hidden), before the final norm.
-
-        In the order in which they are reached, equal ones once; what they begin with in common runs once.
-
-        Args:
-            tokens: of each window, from the first one on; by default, or with more than it has, all.
-        """
+        """Yield programs with the stream after each on some windows, as they are reached, before the final norm."""
         plan = share(programs)
         ids = self.windows.ids[:, :tokens]
         options = self._options(plan)
@@ -222,9 +178,9 @@ class Evaluator:
     def _is_lost(self, parts: list[ByWindow], best: Quality) -> bool:
         if "blocks" in best.windows:
             own = _blocks(parts)
-            return self.race.is_lost(own, best.by_window("blocks")[: len(own)], self.blocks)
+            return is_lost(own, best.by_window("blocks")[: len(own)], self.blocks)
         own = join_measures(parts)[1]  # windows are many, or the best was measured by something else
-        return self.race.is_lost(own, best.by_window("divergence")[: len(own)])
+        return is_lost(own, best.by_window("divergence")[: len(own)])
 
     def _options(
         self, plan: SharedPlan, is_done: Callable[[Program, range], bool] = lambda *_: False

@@ -1,4 +1,4 @@
-"""Trials of which none is better in everything: the Pareto front, and quality against a cost, with its knee."""
+"""The Pareto front of trials, and quality against a cost, with its knee."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOGETHER = "all together"  # the curve of all spaces
 
 
 def non_dominated(costs: Numbers) -> NDArray[np.int64]:
-    """Which rows no other row is better than: nowhere more, and somewhere less. Of equal rows the first one.
+    """Find rows that no other row dominates: nowhere more, and somewhere less. Of equal rows the first one.
 
     Args:
         costs: (points, objectives), less is better; rows that are not finite are left out.
@@ -34,33 +34,21 @@ def non_dominated(costs: Numbers) -> NDArray[np.int64]:
     return np.array(kept, dtype=np.int64)
 
 
-@dataclass(frozen=True)
-class FrontPoint:
-    """A trial on the front.
-
-    Attributes:
-        costs: by each objective; less is better.
-    """
-
-    trial: Trial
-    costs: tuple[float, ...]
-
-
-def pareto_front(trials: Sequence[Trial], objectives: Sequence[Aspect], pricing: Pricing) -> list[FrontPoint]:
-    """The trials, measured on all of the text, that no other is better than; by the first objective, least first."""
+def pareto_front(trials: Sequence[Trial], objectives: Sequence[Aspect], pricing: Pricing) -> list[Trial]:
+    """Non-dominated trials, measured on all of the text; by the first objective, least first."""
     whole = [trial for trial in trials if trial.measured.whole]
     costs = np.array([pricing.costs(objectives, trial) for trial in whole]).reshape(-1, len(objectives))
-    return [FrontPoint(whole[row], tuple(map(float, costs[row]))) for row in non_dominated(costs)]
+    return [whole[row] for row in non_dominated(costs)]
 
 
 @dataclass(frozen=True)
 class Knee:
-    """Where less of a cost begins to take more quality than before, within what was measured: deeper cuts move it.
+    """The knee of a curve, within what was measured: deeper cuts move it.
 
     Attributes:
         cost: None where the curve has none: it is straight, or has too few points.
         low, high: its 95% interval, by resampling windows.
-        share: of the resamples, in which part there was one.
+        share: of the resamples that have one.
     """
 
     cost: float | None
@@ -90,8 +78,7 @@ class QualityCurve:
 
     Attributes:
         name: of the space, or `TOGETHER`.
-        points: the dearest first; the unedited model is the first one, and each of the others is better than all that
-            are as cheap.
+        points: the unedited model, then the best of each cost, the dearest first.
     """
 
     along: Aspect
@@ -126,16 +113,12 @@ def quality_curves(
     pricing: Pricing,
     resamples: int = RESAMPLES,
 ) -> list[QualityCurve]:
-    """Quality against a cost: by each space whose edits alone some trials have, and by all of them together, last.
-
-    Args:
-        original: the unedited model on the same windows.
-    """
+    """Curves of quality against a cost, of each space alone, and of all together, last."""
     dense = pricing.price(along, pricing.model.program)
     prices = {t.number: pricing.price(along, t.program) for t in trials}
-    whole = [t for t in trials if t.measured.whole and t.proposal.choice and math.isfinite(prices[t.number])]
-    spaces = dict.fromkeys(edit.space for trial in whole for edit in trial.proposal.choice)
-    groups = {name: [t for t in whole if {edit.space for edit in t.proposal.choice} == {name}] for name in spaces}
+    whole = [t for t in trials if t.measured.whole and t.choice and math.isfinite(prices[t.number])]
+    spaces = dict.fromkeys(edit.space for trial in whole for edit in trial.choice)
+    groups = {name: [t for t in whole if {edit.space for edit in t.choice} == {name}] for name in spaces}
     if len(spaces) > 1:
         groups[TOGETHER] = whole
     curves = []
@@ -156,11 +139,11 @@ def quality_curves(
     return curves
 
 
-def bootstrapped_knee(costs: Numbers, windows: Numbers, seed: int = 0, resamples: int = RESAMPLES) -> Knee:
-    """The knee of the lower envelope of some programs' divergence, and how sure it is.
+def bootstrapped_knee(costs: Numbers, windows: Numbers, resamples: int = RESAMPLES) -> Knee:
+    """The knee of the lower envelope of programs' divergence, with its interval.
 
     For every resample of the windows (Efron 1979, with replacement) the means, the envelope and the knee are found
-    anew, so that the interval holds what it does to choose the best program by the same windows.
+    anew, so that the interval covers the choice of the best program by the same windows.
 
     Args:
         costs: (programs,).
@@ -170,7 +153,7 @@ def bootstrapped_knee(costs: Numbers, windows: Numbers, seed: int = 0, resamples
     costs = costs[finite]
     windows = windows[finite]
     count = windows.shape[1]
-    weights = np.random.default_rng(seed).multinomial(count, [1 / count] * count, resamples) / count
+    weights = np.random.default_rng(0).multinomial(count, [1 / count] * count, resamples) / count
     found = [knee_of(*lower_envelope(costs, means)) for means in weights @ windows.T]
     knees = np.array([one for one in found if one is not None])
     ends = [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]
@@ -179,10 +162,7 @@ def bootstrapped_knee(costs: Numbers, windows: Numbers, seed: int = 0, resamples
 
 
 def lower_envelope(costs: Numbers, divergence: Numbers) -> tuple[Numbers, Numbers]:
-    """The costs that occur, falling, and the least divergence of any program that is as cheap as each.
-
-    Those beyond `MOST_DIVERGENCE` are left out, where there are others.
-    """
+    """The costs that occur, falling, and the least divergence of programs as cheap as each, up to `MOST_DIVERGENCE`."""
     levels, place = np.unique(costs, return_inverse=True)  # ascending
     least = np.full(len(levels), math.inf)
     np.minimum.at(least, place, divergence)
@@ -191,12 +171,12 @@ def lower_envelope(costs: Numbers, divergence: Numbers) -> tuple[Numbers, Number
     return levels[shown][::-1], least[shown][::-1]
 
 
-def knee_of(costs: Numbers, divergence: Numbers, sensitivity: float = SENSITIVITY) -> float | None:
+def knee_of(costs: Numbers, divergence: Numbers) -> float | None:
     """The knee of a curve that rises as the cost falls, by Kneedle (Satopaa et al. 2011); None if there is none.
 
     Both axes are scaled to the unit square, x the cost that is given up, y the divergence. The knee is where x - y is
     largest, if it falls below that largest value less S times the mean step of x before the curve ends. The curve is
-    not smoothed: it is an envelope already, and what noise does to it the bootstrap says.
+    an envelope, and not smoothed; the bootstrap covers its noise.
 
     Args:
         costs: (points,), falling.
@@ -210,7 +190,7 @@ def knee_of(costs: Numbers, divergence: Numbers, sensitivity: float = SENSITIVIT
     best = int(np.argmax(difference))
     if difference[best] <= 0:  # giving it up hurts most at first
         return None
-    threshold = difference[best] - sensitivity * float(np.mean(np.diff(x)))
+    threshold = difference[best] - SENSITIVITY * float(np.mean(np.diff(x)))
     if (difference[best:] < threshold).any():
         return float(costs[best])
     return None

@@ -1,9 +1,8 @@
-"""Time on this machine, `@here`: a hardware file that is measured before the search, and the few best measured at last.
+"""Time on this machine, `@here`: predicted by a calibration before the search, and measured for the few best.
 
 Measuring a program takes ranks, its weights and seconds; a search looks at thousands. So the machine is calibrated once
-at the model's shapes, as `surgeon calibrate` does it, and programs are priced by that file like by any other. Whether
-the programs that win keep a limit on time here is then measured, as `surgeon bench` does it, in turns with the unedited
-model. Nothing else should run meanwhile.
+at the model's shapes, as by `surgeon calibrate`, and programs are priced by that hardware file. At the end the best
+programs are measured in turns with the unedited model, as by `surgeon bench`. Nothing else should run meanwhile.
 """
 
 from __future__ import annotations
@@ -26,18 +25,17 @@ from surgeon.runtime.comm.link import Link, parse_link
 from surgeon.runtime.worker.options import RankOptions, choose_device
 from surgeon.runtime.worker.ranks import Ranks
 from surgeon.searches.mixture import Trial
-from surgeon.searches.priced import PricedQuestion
 from surgeon.searches.quantities import HERE, Limit, show_seconds
-from surgeon.searches.question import Question
-from surgeon.searches.storage import say_aside
+from surgeon.searches.question import PricedQuestion, Question
 from surgeon.searches.winners import RUNNERS_UP
+from surgeon.searches.workers import say_aside
 
 ROUNDS = 5
 
 
 @dataclass(frozen=True)
 class TimeHere:
-    """What a program takes here.
+    """A program's measured time here.
 
     Attributes:
         seconds: per token, the median over the rounds.
@@ -66,53 +64,37 @@ def measured_here(
     programs: Sequence[Program],
     ranks: int,
     workload: Workload,
-    rounds: int = ROUNDS,
-    device: str = "auto",
     link: Link | None = None,
 ) -> dict[Program, TimeHere]:
-    """What the unedited model and other programs take here, measured in turns.
+    """Measure the unedited model and other programs here, in turns.
 
     Args:
-        model: a checkpoint folder or a hub name; of programs with ranks, ranks run plain factors, which are as fast.
-        workload: what they are given to do; at least 2 new tokens.
+        model: a checkpoint folder or a hub name; of programs with ranks, plain factors run, which are as fast.
+        workload: of at least 2 new tokens.
         link: emulated between the ranks.
-
-    Raises:
-        FileNotFoundError, ValueError: if one of them cannot be run by these ranks here.
     """
     if workload.new < 2:
         raise ValueError(f"time per token is that of tokens after the first one; ask for 2 or more, not {workload.new}")
-    chosen = choose_device(device, ranks)
+    chosen = choose_device("auto", ranks)
     every = list(dict.fromkeys([dense, *programs]))
     needs = Needs(ranks, workload.length, chosen)
     plans = {str(each): needs.plan(model, each) for each in every}
     with Ranks(RankOptions(ranks, chosen, link=link)) as running:
         bench = RankBench.load(running, plans)
-        with progress("measure here", rounds * len(every), "runs") as advance:
-            results = bench.measure([workload], rounds, advance)
+        with progress("measure here", ROUNDS * len(every), "runs") as advance:
+            results = bench.measure([workload], ROUNDS, advance)
     times = [[each.per_token for each in result.rounds] for result in results]
     return {program: TimeHere.of(own, times[0]) for program, own in zip(every, times, strict=True)}
 
 
 def ranks_here(settings: Question) -> RankOptions:
-    """The ranks on which the best programs of a search are measured here.
-
-    Raises:
-        ValueError: if there are none, as no link is emulated between GPUs.
-    """
+    """Choose the ranks to measure the best programs on."""
     link = parse_link(settings.link_delay, None)
     return RankOptions(settings.ranks, choose_device("auto", settings.ranks), link=link)
 
 
 def drafts_here(model: Model, draft: Program, windows: Windows, settings: Question) -> MeasuredDrafts:
-    """What drafts of a program are worth here, measured in turns with decoding without them.
-
-    Args:
-        windows: of whose text prompts are taken, others in each round.
-
-    Raises:
-        ValueError: if ranks here cannot run them.
-    """
+    """Measure drafts of a program here, in turns with decoding without them."""
     load = settings.workload(model.positions)
     text = windows.ids.flatten()
     starts = [number * load.prompt % max(1, len(text) - load.prompt) for number in range((ROUNDS + 1) * load.batch)]
@@ -124,30 +106,17 @@ def drafts_here(model: Model, draft: Program, windows: Windows, settings: Questi
         return measure_drafts(model, draft, ranks_here(settings), rounds, sampling, advance)
 
 
-def fast_enough_here(
-    question: PricedQuestion,
-    ranked: Sequence[Trial],
-    model: str | Path,
-    ranks: int,
-    workload: Workload,
-) -> Sequence[Trial]:
-    """A ranking; where time on this machine is limited, of the first few those that are measured to keep the limits.
-
-    A line is said about each that is measured.
-
-    Args:
-        model, ranks, workload: as `measured_here` takes them.
-
-    Raises:
-        ValueError: if none of the first few does.
-    """
-    limits = question.settings.limits
+def fast_enough_here(question: PricedQuestion, ranked: Sequence[Trial], model: str | Path) -> Sequence[Trial]:
+    """Where time on this machine is limited, keep of the first few those measured within the limits."""
+    settings = question.settings
+    limits = settings.limits
     dense = question.mixture.model.program
     if not any(limit.aspect.on == HERE for limit in limits):
         return ranked
     programs = [trial.program for trial in ranked[: RUNNERS_UP + 1]]
-    link = parse_link(question.settings.link_delay, None)
-    times = measured_here(model, dense, programs, ranks, workload, link=link)
+    link = parse_link(settings.link_delay, None)
+    load = settings.workload(question.mixture.model.positions)
+    times = measured_here(model, dense, programs, settings.ranks, load, link=link)
     fast = []
     for trial, program in zip(ranked, programs, strict=False):
         missed = missed_here(limits, program, dense, times)
@@ -162,7 +131,7 @@ def fast_enough_here(
 
 
 def missed_here(limits: Sequence[Limit], program: Program, dense: Program, times: Mapping[Program, TimeHere]) -> str:
-    """Which limits on time here a program is measured to miss, in words; empty where it keeps all of them."""
+    """Name the limits on time here that a program is measured to miss."""
     own = times[program]
     original = times[dense]
     missed = []

@@ -1,9 +1,9 @@
-"""What passes over the same model have found, for a search that is given their folders.
+"""Findings of passes over the same model, for a search that is given their folders.
 
-A cell of a scan on the search's own text is a measured program, window by window: what a search would measure of it is
-known. Of these, choices of the search's edits (a longer stretch of LP pairs is several pairs together) teach its
-regression before there is a trial. A spectrum has measured ranks of single matrices, which are the edits of the space
-`rank` then, with factors made as there. What was measured on another text says in which order to look.
+A cell of a scan on the search's own text is a measured program, window by window, and is not measured again. Choices of
+the search's edits among them (a longer stretch of LP pairs is several pairs together) teach its regression before there
+is a trial. A spectrum has measured ranks of single matrices, which become the edits of the space `rank`, with factors
+made as there. Passes on another text order what is measured.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from surgeon.analysis.factors.make_factors import make_factors
 from surgeon.analysis.factors.matrices import Matrix
 from surgeon.analysis.factors.rank_recipe import ranked
 from surgeon.analysis.scan import JOURNAL
-from surgeon.analysis.spectrum_journal import read_findings
+from surgeon.analysis.spectrum import read_findings
 from surgeon.analysis.subject import Subject
 from surgeon.checkpoint.factor_cache import FactorCache
 from surgeon.findings.edit import Choice, Edit, as_choice
@@ -44,8 +44,8 @@ from surgeon.quality.data import Windows
 from surgeon.quality.summary import ACCEPTANCES, Quality, mean_divergence, quality_of
 from surgeon.searches.mixture import Mixture, Trial
 from surgeon.searches.optimise import Counts, Numbers
-from surgeon.searches.priced import PricedQuestion
 from surgeon.searches.proposer import Proposer
+from surgeon.searches.question import PricedQuestion
 from surgeon.searches.spaces.rank import LowRanks, MatrixRanks, MeasuredRanks
 from surgeon.searches.terms import Terms, TermsPlan
 
@@ -60,16 +60,15 @@ _BESIDE = ("pair", "par", "tracks", "desync", "fuse")
 
 @dataclass(frozen=True)
 class KnownPass:
-    """What one pass over the same weights has found.
+    """Findings of one pass over the same weights.
 
     Attributes:
         name: of the pass's command.
-        folder: where it lies.
-        programs: by their text, with their quality on all of the search's text; none if the pass is of another text.
-        divergence: of every program, on whatever text, or part of one, it was measured on: nats per token.
-        ranks: that it has measured, if it is a spectrum.
-        missed: by layer, a number that rises with what it does not to see what the layer before adds.
-        removed: by an edit's option and the layer, one that rises with what is lost with the layer, or a part of it.
+        programs: by their text, the quality on all of the search's text; none if the pass is of another text.
+        divergence: of every program, on whatever text, or part of one, it was measured: nats per token.
+        ranks: measured by a spectrum.
+        missed: by layer, a number that rises with the damage of not seeing what the layer before adds.
+        removed: by an edit's option and the layer, one that rises with the damage of losing the layer, or a part of it.
     """
 
     name: str
@@ -81,7 +80,7 @@ class KnownPass:
     removed: Mapping[tuple[str, int], float] = field(default_factory=dict)
 
     def foresees(self, edit: Edit, mixture: Mixture) -> float:
-        """A number that rises with an edit's damage; NaN where the pass says nothing of it."""
+        """A number that rises with an edit's damage; NaN where the pass has none."""
         if self.divergence:
             return self.divergence.get(str(simplify(mixture.program((edit,)))), math.nan)
         if edit.space == "drop":
@@ -96,38 +95,28 @@ class KnownPass:
 
     @property
     def digest(self) -> str:
-        if self.ranks is None:
-            ranks = None
-        else:
-            ranks = [sorted(map(str, self.ranks.ranks.items())), self.ranks.parameters]
+        ranks = self.ranks and [sorted(map(str, self.ranks.ranks.items())), self.ranks.parameters]
         orders = [sorted(self.missed.items()), [[*key, value] for key, value in sorted(self.removed.items())]]
         found = [self.name, sorted(self.divergence.items()), sorted(self.programs), ranks, orders]
         return hashlib.sha256(json.dumps(found).encode()).hexdigest()
 
-    def of_plain_factors(self) -> KnownPass:
-        """What it knows of programs without factors, where a search's are other ones."""
-        if self.ranks is not None:
-            return self
-        programs = {text: measured for text, measured in self.programs.items() if "@" not in text}
-        return replace(self, programs=programs, divergence={t: d for t, d in self.divergence.items() if "@" not in t})
-
 
 @dataclass(frozen=True)
 class Known:
-    """All that a search is given; nothing by default."""
+    """All passes that a search is given."""
 
     passes: tuple[KnownPass, ...] = ()
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a study of it depends on, beside its settings."""
+        """What a study depends on, beside its settings."""
         if self.passes:
             return {"using": [one.digest for one in self.passes]}
         return {}
 
     @property
     def ranks(self) -> MeasuredRanks | None:
-        """What the space `rank` is of, if there is a spectrum."""
+        """Ranks of the space `rank`, if there is a spectrum."""
         return next((one.ranks for one in self.passes if one.ranks is not None), None)
 
     def mixture(self, mixture: Mixture) -> Mixture:
@@ -167,11 +156,10 @@ class Known:
         return found
 
     def plan(self, question: PricedQuestion) -> TermsPlan:
-        """What is still to be measured of single edits.
+        """Plan the measurement of single edits.
 
-        What is known runs only where a good choice may have it, for what it does together with others. Of edits of one
-        kind, where they are many and a pass says in which order to look, the better half is measured, and those
-        of which it says nothing.
+        Known ones run only where a good choice may have them, for their correlations. Of edits of one kind, where they
+        are many and a pass orders them, the better half is measured, and those without an order.
         """
         mixture = question.mixture
         whole = TermsPlan.whole(mixture)
@@ -190,10 +178,10 @@ class Known:
         return replace(whole, known=known, run=run, foreseen=foreseen, groups=groups)
 
     def foreseen(self, mixture: Mixture) -> tuple[Numbers, Counts]:
-        """(edits,) each: what passes say of edits' damage, and the group; NaN where they say nothing.
+        """(edits,) each: a number that rises with edits' damage, NaN where passes have none, and the group.
 
         A group are edits of one space, option and number of layers. Its numbers are those of one pass, as those of two
-        do not compare: of the first one that says something of most of them.
+        do not compare: of the first one that knows most of them.
         """
         numbers: dict[tuple[str, str, int], int] = {}
         groups = np.array([numbers.setdefault((e.space, e.option, len(e.layers)), len(numbers)) for e in mixture.edits])
@@ -208,7 +196,7 @@ class Known:
         return found, groups
 
     def notes(self, mixture: Mixture) -> Iterator[str]:
-        """What a user should know of the passes, one line each."""
+        """Notes for the user on each pass."""
         for one in self.passes:
             if not one.foreseen(mixture):
                 yield f"the {one.name} in {one.folder} says nothing of the edits of this search; nothing is taken of it"
@@ -219,7 +207,7 @@ class Known:
                 )
 
     def record(self, mixture: Mixture, trials: Sequence[Trial]) -> list[dict[str, Any]]:
-        """What was taken from where, as JSON values: of each pass how many single edits, choices and trials."""
+        """Record what each pass gave: how many single edits, choices and trials."""
         singles = {str(simplify(program)) for program in mixture.single_edits}
         choices = {str(simplify(mixture.program(choice))) for choice in self.choices(mixture)}
         tried = {str(simplify(trial.program)) for trial in trials}
@@ -238,10 +226,7 @@ class Known:
 
 
 def read_known(folders: Iterable[Path], model: Model, windows: Windows) -> Known:
-    """What the passes in some folders have found of a model.
-
-    Args:
-        windows: the search's text.
+    """Read the findings of passes from their folders.
 
     Raises:
         FileNotFoundError: if a folder holds no finished pass that a search has a use for.
@@ -253,13 +238,20 @@ def read_known(folders: Iterable[Path], model: Model, windows: Windows) -> Known
         raise ValueError(
             f"{spectra[0].folder} and {spectra[1].folder} are two spectra, and ranks are those of one; give one of them"
         )
-    if spectra and spectra[0].ranks is not None and spectra[0].ranks.method != "plain":
-        passes = tuple(one.of_plain_factors() for one in passes)
-    return Known(passes)
+    if not spectra or spectra[0].ranks is None or spectra[0].ranks.method == "plain":
+        return Known(passes)
+    return Known(tuple(one if one.ranks is not None else _without_factors(one) for one in passes))
+
+
+def _without_factors(found: KnownPass) -> KnownPass:
+    """Leave out programs with factors, which are plain ones, where a search's are not."""
+    programs = {text: measured for text, measured in found.programs.items() if "@" not in text}
+    divergence = {text: value for text, value in found.divergence.items() if "@" not in text}
+    return replace(found, programs=programs, divergence=divergence)
 
 
 def measured_ranks(mixture: Mixture) -> MeasuredRanks | None:
-    """What the space `rank` is of, where a spectrum has measured that."""
+    """Ranks of the space `rank`, where a spectrum has measured them."""
     return next((space.measured for space in mixture.spaces if isinstance(space, MatrixRanks)), None)
 
 
@@ -274,8 +266,11 @@ def _read_folder(folder: Path, model: Model, windows: Windows) -> Iterator[Known
         yield _read_spectrum(folder, model, windows)
     if Similarity in there:
         table = Similarity.read(folder, model.hash).layers
-        parts = {option: _by_layer(table["layer"], table[name]) for option, name in _PARTS.items()}
-        removed = {(option, layer): value for option, own in parts.items() for layer, value in own.items()}
+        removed = {
+            (option, layer): value
+            for option, name in _PARTS.items()
+            for layer, value in _by_layer(table["layer"], table[name]).items()
+        }
         missed = _by_layer(table["layer"], 1 - table[["cka_attention", "cka_mlp"]].mean(axis=1))
         yield KnownPass(Similarity.COMMAND, folder, missed=missed, removed=removed)
     if Sensitivity in there:
@@ -318,7 +313,7 @@ def _read_spectrum(folder: Path, model: Model, windows: Windows) -> KnownPass:
         matrix = truncation.matrix
         rank = truncation.rank
         if truncation.method != method or not saves(rank, *found.spectra[matrix].size):
-            continue
+            continue  # it is of another method, or larger than the matrix
         ranks.setdefault((matrix.layer, matrix.role), []).append(rank)
         text = str(ranked(model.program, {matrix: rank}))
         divergence[text] = mean_divergence(quality["divergence"])
@@ -338,7 +333,7 @@ HASH_DIGITS = 12  # that tell models' folders apart
 
 @dataclass(frozen=True)
 class NestedFactors:
-    """Factors of any rank up to the one that a source has: the first rows of its first factor, columns of its second.
+    """Factors of any rank up to the source's: the first rows of its first factor, and columns of its second.
 
     Attributes:
         highest: by layer and role, the rank that the source has.
@@ -358,18 +353,12 @@ class NestedFactors:
 def open_factors(
     subject: Subject, programs: Iterable[Program], ranks: MeasuredRanks | None, folder: Path, make: bool
 ) -> NestedFactors | None:
-    """The factors that a search measures, each made once, in files that all trials and workers share; None without any.
+    """Open the factors that a search measures, each made once, in files that all workers share; None without ranks.
 
     Args:
-        programs: of the edits, which have the ranks that a trial may have.
-        ranks: what a spectrum has measured, whose factors are made for the unedited model's inputs; None: plain ones,
-            of the matrices alone, each made when it is first asked for.
-        folder: where they lie, a file for each matrix.
-        make: make what is missing of those that go by inputs; else they are there.
-
-    Raises:
-        FileNotFoundError, ValueError: as `load_recorded` and `make_factors`.
-        OSError: if the folder cannot be written to.
+        ranks: measured by a spectrum, whose factors are made for the unedited model's inputs; None: plain ones, of the
+            matrices alone, each made when it is first asked for.
+        make: make missing ones that go by inputs; else they are there.
     """
     highest: dict[tuple[int, str], int] = {}
     for sublayer in (one for program in programs for one in program.sublayers()):

@@ -1,4 +1,4 @@
-"""Several spaces as one: which edits go together, and the program and the recipe that a choice of them comes to."""
+"""Several spaces as one: the edits that go together, and the program and recipe of a choice of them."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ class Mixture:
     Attributes:
         spaces: in the order in which they change the program.
         ranks: tensor-parallel ones, that programs are to run on.
-        obstacle: why the program of a recipe is none that is searched for, in words, empty where it is one; None: all
-            are.
+        obstacle: the reason, if any, why the program of a recipe is not searched for.
     """
 
     spaces: tuple[Space, ...]
@@ -79,7 +78,7 @@ class Mixture:
 
     @cached_property
     def refused(self) -> dict[str, Counter[str]]:
-        """By space, how many of its edits are none that are searched for, and why.
+        """By space, the reasons against edits that are not searched for, with their numbers.
 
         Reasons that differ in numbers alone, as those of layers do, are one, in the words of the first.
         """
@@ -110,11 +109,7 @@ class Mixture:
         return [self.program((edit,)) for edit in self.edits]
 
     def require_edits(self) -> None:
-        """Refuse edited models, and spaces that the model can have nothing of.
-
-        Raises:
-            ValueError: with the reason.
-        """
+        """Refuse edited models, and spaces without edits of the model."""
         if self.model.own is not None:
             try:
                 require_whole_layers(self.model.own, self.model.num_layers)
@@ -130,16 +125,11 @@ class Mixture:
                 raise ValueError(f"the space {space.name} has no edits of {self.model.label}: {reason}; leave it out")
 
     def operations(self, choice: Iterable[Edit]) -> tuple[AppliedOperation, ...]:
-        """What carries out a choice, in the order of a recipe.
-
-        Raises:
-            ValueError: if its edits do not go together on this model, or leave no attention: no token would look at
-                another, and what is left of the model is a table of which token follows which.
-        """
+        """The operations of a choice, in the order of a recipe."""
         return tuple(operation for operation, _ in self._applied(as_choice(choice)))
 
     def program(self, choice: Iterable[Edit]) -> Program:
-        """The program that a choice comes to; ValueError as `operations`."""
+        """The program of a choice; ValueError as `operations`."""
         program = self.model.program
         for _, program in self._applied(as_choice(choice)):  # noqa: B007 - the last one is wanted
             pass
@@ -153,27 +143,19 @@ class Mixture:
         return True
 
     def recipe(self, choice: Iterable[Edit], model: str, weights: str | None = None) -> Recipe:
-        """The recipe that makes a choice's program of the model, with what is to come out.
-
-        Args:
-            model: as the user names it.
-            weights: what `Checkpoint.model_hash()` says of it; None: any.
-
-        Raises:
-            ValueError: as `operations`.
-        """
+        """The recipe that makes a choice's program of the model, with its expected depth and synchronisations."""
         program = self.program(choice)
         depth = program.effective_depth(self.model.family.steps_per_layer)
         expect = Expect(effective_depth=depth, sync_points=program.sync_points(2))
         return Recipe(model, self.operations(choice), expect, weights)
 
     def exclude(self, one: Edit, other: Edit) -> bool:
-        """Whether two edits cannot both be chosen; an edit excludes itself."""
+        """Tell whether two edits cannot both be chosen; an edit excludes itself."""
         return not self.claims(one).isdisjoint(self.claims(other))
 
     @cached_property
     def exclusions(self) -> NDArray[np.bool_]:
-        """(edits, edits), in the order of `edits`: what `exclude` says of every two."""
+        """(edits, edits), in the order of `edits`: `exclude` of every two."""
         numbers: dict[Claim, int] = {}
         claimed = [[numbers.setdefault(claim, len(numbers)) for claim in self.claims(edit)] for edit in self.edits]
         claims = np.zeros((len(self.edits), len(numbers)), dtype=np.float32)
@@ -183,11 +165,7 @@ class Mixture:
         return found
 
     def claims(self, edit: Edit) -> frozenset[Claim]:
-        """What an edit wants for itself.
-
-        Raises:
-            ValueError: if it is of a space that is not searched.
-        """
+        """The claims of an edit."""
         if edit not in self._claims:
             if edit.space not in self._spaces:
                 raise ValueError(f"{edit} is of none of the spaces that are searched: {', '.join(self._spaces)}")
@@ -206,7 +184,7 @@ class Mixture:
         return len(_attending(self.model.program)) - 1
 
     def is_free(self, choice: Sequence[Edit], edit: Edit) -> bool:
-        """Whether an edit can be added to a choice."""
+        """Tell whether an edit can be added to a choice."""
         lost = sum(self.attentions_lost[one] for one in (*choice, edit))
         return lost <= self.most_lost and not any(self.exclude(edit, other) for other in choice)
 
@@ -263,14 +241,11 @@ class Mixture:
         return found
 
     def choice(self, values: Mapping[str, Any]) -> Choice:
-        """What values of parameters come to.
+        """The choice of parameters' values.
 
         In ascending order of edits (by their first layer, their last one, their space) each is taken that goes together
-        with those before it, so that what values come to follows from them alone. What is left out breaks nothing: as a
-        constraint it kept Optuna's samplers, whose first trials have many edits, from finding anything good.
-
-        Raises:
-            ValueError: if a value is none of its parameter's.
+        with those before it, so that the choice follows from the values alone. Constraints in its place kept Optuna's
+        samplers, whose first trials have many edits, from finding anything good.
         """
         wanted: list[Edit] = []
         for name, value in values.items():
@@ -326,8 +301,8 @@ class Proposal:
 
     Attributes:
         key: the program's text: equal programs are tried once.
-        source: where the choice comes from, one of `surgeon.findings.edit.SOURCES`.
-        level: for which budget it was made, where a search has several: the effective depth, say.
+        source: of the choice, one of `surgeon.findings.edit.SOURCES`.
+        level: for which it was made, where a search has several: the effective depth, say.
     """
 
     key: str
@@ -335,19 +310,22 @@ class Proposal:
     choice: Choice
     level: float | None = None
 
+    @property
+    def program(self) -> Program:
+        return Program.parse(self.key)
 
-@dataclass(frozen=True)
-class Trial:
-    """A finished trial.
+    @property
+    def edits(self) -> str:
+        return "; ".join(map(str, self.choice))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial(Proposal):
+    """A proposal that was measured.
 
     Attributes:
         number: its place in the order in which trials were asked for.
     """
 
     number: int
-    proposal: Proposal
     measured: Quality
-
-    @property
-    def program(self) -> Program:
-        return Program.parse(self.proposal.key)

@@ -1,13 +1,13 @@
-"""The choices of least predicted damage under limits, by dynamic programming over edits in the order of their layers.
+"""Choices of least predicted damage under limits, by dynamic programming over edits in the order of their layers.
 
 The prediction is a sum over the chosen edits and over pairs of them,
 
     damage(S) = sum_i alone[i] + sum_{i<j} cross[i, j],
 
-and a choice has to save at least `need` of everything that is limited. Two partial choices that have saved as much,
-and leave the same later edits free, differ in damage only: if damage is a plain sum the better one stays the better
-one, and keeping it alone is exact. Cross terms can turn that round, so that the best few of each such group go on,
-and of many spaces together only the best few hundred of all that have saved as much.
+and a choice has to save at least `need` of everything that is limited. Two partial choices that have saved as much, and
+leave the same later edits free, differ in damage only: if damage is a plain sum the better one stays the better one,
+and keeping it alone is exact. Cross terms can turn that round, so that the best few of each such group go on, and of
+many spaces together only the best few hundred of all that have saved as much.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _NEAR = 1e-9
 
 @dataclass(frozen=True)
 class Damage:
-    """What is predicted of choices among n edits.
+    """Predicted damage of choices among n edits.
 
     Attributes:
         alone: (n,), of each edit by itself.
-        cross: (n, n), symmetric with a zero diagonal: what two edits do together beyond that.
+        cross: (n, n), symmetric with a zero diagonal: of two edits together beyond that.
     """
 
     alone: Numbers
@@ -53,7 +53,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class Savings:
-    """What edits save of what is limited.
+    """Savings of edits in limited quantities.
 
     Attributes:
         each: (n, limits), of each edit; it may be negative.
@@ -65,12 +65,12 @@ class Savings:
 
     @property
     def worth(self) -> Numbers:
-        """(n,), the shares of what is needed that each edit saves, added up over the limits."""
+        """(n,), the shares of `need` that each edit saves, added up over the limits."""
         found: Numbers = np.clip(self.each / self.need, 0, 1).sum(axis=1)
         return found
 
     def are_enough(self, saved: Numbers) -> Flags:
-        """Whether choices that save so much, (choices, limits), save enough: (choices,)."""
+        """Tell which choices that save so much, (choices, limits), save enough: (choices,)."""
         return np.asarray((saved >= self.need * (1 - _NEAR)).all(axis=1))
 
 
@@ -128,7 +128,17 @@ def best_choices(
     digits = np.random.default_rng(0).integers(1, 2**62, rows)  # one number for each set of blocked edits
     for edit in range(rows):
         there = found.chosen @ taken + taken[edit] <= most
-        found = found.joined(_longer(found.take(there), edit, damage, savings, excluded))
+        more = found.take(there & ~found.blocked[:, edit] & ~savings.are_enough(found.saved))
+        chosen = more.chosen.copy()
+        chosen[:, edit] = True
+        longer = _Population(
+            chosen,
+            more.blocked | excluded[edit],
+            more.damage + damage.alone[edit] + more.pull[:, edit],
+            more.saved + savings.each[edit],
+            more.pull + damage.cross[edit],
+        )
+        found = found.joined(longer)
         blocked = found.blocked[:, edit + 1 :] @ digits[edit + 1 :]
         found = found.take(_best_of_groups(found, savings, blocked, beam))
     enough = found.take(savings.are_enough(found.saved))
@@ -150,20 +160,6 @@ def useful_edits(damage: Damage, savings: Savings, excluded: Flags) -> Places:
     return useful
 
 
-def _longer(found: _Population, edit: int, damage: Damage, savings: Savings, excluded: Flags) -> _Population:
-    """The choices that an edit can be added to and that need one, with it."""
-    more = found.take(~found.blocked[:, edit] & ~savings.are_enough(found.saved))
-    chosen = more.chosen.copy()
-    chosen[:, edit] = True
-    return _Population(
-        chosen,
-        more.blocked | excluded[edit],
-        more.damage + damage.alone[edit] + more.pull[:, edit],
-        more.saved + savings.each[edit],
-        more.pull + damage.cross[edit],
-    )
-
-
 def _best_of_groups(found: _Population, savings: Savings, blocked: Counts, beam: int) -> Places:
     steps = np.floor(np.clip(found.saved / savings.need, -1, 1) * _LEVELS + _NEAR).astype(np.int64) + _LEVELS
     # One number for how much of everything is saved.
@@ -176,7 +172,7 @@ def _best_of_groups(found: _Population, savings: Savings, blocked: Counts, beam:
 
 
 def _place_in_run(*keys: Counts) -> Places:
-    """Of every row its place among neighbours with the same keys."""
+    """The place of every row among neighbours with the same keys."""
     rows = np.arange(len(keys[0]))
     begins = np.ones(len(rows), dtype=bool)
     if len(rows):
@@ -193,7 +189,7 @@ _NOISE = 0.01  # of a measured value: what no terms explain
 
 @dataclass(frozen=True)
 class Surrogate:
-    """Predicted damage of choices, with how far the prediction is to be trusted.
+    """Predicted damage of choices, with its uncertainty.
 
     Attributes:
         prior: the terms as they were measured.
@@ -210,12 +206,7 @@ class Surrogate:
 
     @classmethod
     def fit(cls, prior: Damage, choices: Sequence[Sequence[int]], measured: Sequence[float]) -> Surrogate:
-        """The surrogate of these trials, with the shares that make them likeliest.
-
-        Args:
-            choices: by the edits' numbers.
-            measured: damage of each, finite.
-        """
+        """The surrogate of these trials, with the shares that make them likeliest; damage is finite."""
         chosen = indicators(choices, len(prior.alone))
         values = np.asarray(measured, dtype=np.float64)
         every = [cls(prior, chosen, values, own, cross) for own, cross in product(_OWN, _CROSS)]

@@ -1,10 +1,10 @@
-"""What programs cost by themselves, fast enough for thousands of them.
+"""Costs of programs by themselves, fast enough for thousands of them.
 
 All layers of a model are alike, and a pass is at rest between its stretches: wherever a step that is not late begins,
-every rank has landed all that was in flight, at the same time. So what ranks send, cache and take adds up over these
-stretches, and each kind of stretch is looked at once. Time adds up so only where the host does not run ahead of the
-device (in captured graphs, or where kernels are launched one by one), and on an emulated link only where all ranks do
-the same; elsewhere whole programs are predicted.
+every rank has landed all that was in flight, at the same time. So bytes and times of ranks add up over stretches, and
+each kind of stretch is priced once. Time adds up only where the host does not run ahead of the device (in captured
+graphs, or where kernels are launched one by one), and on an emulated link only where all ranks do the same; elsewhere
+whole programs are predicted.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from typing import Any
 
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.drafts import DraftPrices
-from surgeon.cost.hardware import Hardware
-from surgeon.cost.hardware_file import load_hardware
+from surgeon.cost.hardware import Hardware, load_hardware
 from surgeon.cost.plans import plan_on_paper
 from surgeon.cost.predict import predict
 from surgeon.cost.work import Forward, RankWork, Sent
@@ -29,7 +28,6 @@ from surgeon.language.sublayer import FEED_FORWARD, Sublayer
 from surgeon.memory import show_size
 from surgeon.models.shapes import ModelShapes
 from surgeon.opened import Model
-from surgeon.quality.summary import Quality
 from surgeon.runtime.batching.windows import BLOCK_TOKENS
 from surgeon.runtime.plan.memory import footprint
 from surgeon.runtime.plan.placement import Group, Work, assigned_branches, work_of
@@ -45,11 +43,10 @@ class Pricing:
     """The costs of a model's programs.
 
     Attributes:
-        aspects: whose costs; none that is measured.
-        deployment: the ranks, and how they share factors and keep keys and values; `low_rank` "auto" counts bytes as
-            "gather" does, since which way ranks take is measured where they run.
+        aspects: the quantities to price.
+        deployment: the ranks; `low_rank` "auto" counts bytes as "gather" does, since ranks measure which way to take.
         workload: of latency and speedup.
-        hardware: what aspects name, by that name.
+        hardware: by the name that aspects have for it.
 
     Raises:
         ValueError: if the ranks cannot run the unedited model, texts are longer than its positions, no token follows
@@ -61,10 +58,10 @@ class Pricing:
     deployment: Deployment = field(default_factory=lambda: Deployment(2))
     workload: Workload = field(default_factory=Workload)
     hardware: Mapping[str, Hardware] = field(default_factory=dict)
-    # What was found out before: matrices' sizes, programs' stretches, their costs, nodes of the first layers alike.
+    # Known so far: matrices' sizes, programs' stretches, costs of these, nodes of the first layers alike.
     _sizes: dict[Sublayer, int] = field(default_factory=dict, init=False, repr=False)
-    _stretches: dict[Program, Counter[_Priced]] = field(default_factory=dict, init=False, repr=False)
-    _priced: dict[Program, _Priced] = field(default_factory=dict, init=False, repr=False)
+    _stretches: dict[Program, list[tuple[Program, int]]] = field(default_factory=dict, init=False, repr=False)
+    _known: dict[tuple[str, Program], float] = field(default_factory=dict, init=False, repr=False)
     _twins: dict[Node, Node] = field(default_factory=dict, init=False, repr=False)
     _firsts: dict[tuple[Any, int | None], int] = field(default_factory=dict, init=False, repr=False)
     _drafting: dict[str, DraftPrices] = field(default_factory=dict, init=False, repr=False)
@@ -82,7 +79,7 @@ class Pricing:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What to know of the hardware, one line each: that the unedited model does not fit into its memory."""
+        """Notes on hardware whose memory is too small for the unedited model."""
         found = []
         for name, hardware in self.hardware.items():
             room = predict(
@@ -101,11 +98,8 @@ class Pricing:
         """A program's costs, in the order of `aspects`; infinite where the ranks cannot run it."""
         return tuple(self.price(aspect, program) for aspect in self.aspects)
 
-    def is_cheaper(self, program: Program) -> bool:
-        return any(self.price(aspect, program) < dense for aspect, dense in self.dense.items())
-
     def shortfalls(self, limits: Iterable[Limit], program: Program) -> tuple[float, ...]:
-        """How far a program is from each limit on what follows from it, as `Limit.shortfall` has it."""
+        """The program's shortfall from each priced limit."""
         priced = (limit for limit in limits if limit.aspect.is_priced)
         return tuple(limit.shortfall(self.price(limit.aspect, program), self.dense[limit.aspect]) for limit in priced)
 
@@ -115,15 +109,12 @@ class Pricing:
         except ValueError:
             return math.inf
 
-    def cost(self, aspect: Aspect, program: Program, measured: Quality) -> float:
-        """The same, or what was measured; infinite where it is not known."""
-        if aspect.is_priced:
-            return self.price(aspect, program)
-        return aspect.measured(measured)
-
     def costs(self, aspects: Sequence[Aspect], trial: Trial) -> tuple[float, ...]:
+        """A trial's costs, priced or measured; infinite where one is not known."""
         program = trial.program
-        return tuple(self.cost(aspect, program, trial.measured) for aspect in aspects)
+        return tuple(
+            self.price(aspect, program) if aspect.is_priced else aspect.measured(trial.measured) for aspect in aspects
+        )
 
     def _cost(self, aspect: Aspect, program: Program) -> float:
         price = aspect.quantity.price
@@ -135,7 +126,13 @@ class Pricing:
 
     def experts(self, program: Program) -> float:
         """Count a mixture's experts, in the mean over the unedited model's mixtures."""
-        return sum(self._experts(program)) / max(1, len(self._experts(self.model.program)))
+        shapes = self.model.shapes.layer_shapes
+
+        def counts(program: Program) -> list[int]:
+            mixtures = (one for one in program.sublayers() if shapes.of(one).mixture is not None)
+            return [shapes.experts(one) for one in mixtures if one.kind == FEED_FORWARD]
+
+        return sum(counts(program)) / max(1, len(counts(self.model.program)))
 
     def kept_bytes(self, program: Program) -> float:
         """Count the bytes of one token in the caches of all ranks, as they do when they choose a cache's size."""
@@ -153,7 +150,7 @@ class Pricing:
 
     def slowness(self, program: Program, on: str) -> float:
         """Predict the time of a token in parts of the unedited model's."""
-        return self.seconds(program, on) / self._dense_seconds[on]
+        return self.seconds(program, on) / self.seconds(self.model.program, on)
 
     def drafting(self, on: str) -> DraftPrices:
         if on not in self._drafting:
@@ -163,11 +160,6 @@ class Pricing:
             self._drafting[on] = DraftPrices(self.model.shapes, self.model.program, hardware, load, deployed)
         return self._drafting[on]
 
-    def _experts(self, program: Program) -> list[int]:
-        shapes = self.model.shapes.layer_shapes
-        mixtures = (one for one in program.sublayers() if shapes.of(one).mixture is not None)
-        return [shapes.experts(one) for one in mixtures if one.kind == FEED_FORWARD]
-
     def parameters(self, program: Program) -> int:
         found = set(program.sublayers())
         sizes = self._sizes
@@ -176,18 +168,11 @@ class Pricing:
         return sum(sizes[sublayer] for sublayer in found)
 
     def seconds(self, program: Program, on: str, draft: Plan | None = None) -> float:
-        """Predicted seconds per token, or of a pass.
-
-        Args:
-            draft: the program's plan as a draft, of which a pass is meant.
-        """
+        """Predict seconds per token, or with its plan as a draft, of a pass."""
         hardware = self.hardware[on]
         sliced = draft is not None and draft.sliced
         deployment = self._deployed(hardware)
-        if draft is None:
-            what = on
-        else:
-            what = f"{on}, {'sliced' if sliced else 'not sliced'} as a draft"
+        what = on if draft is None else f"{on}, {'sliced' if sliced else 'not sliced'} as a draft"
 
         def seconds(part: Program) -> float:
             if draft is None:
@@ -195,9 +180,12 @@ class Pricing:
             paper = self._plan(part, draft.dtype, self.workload.length, sliced)
             return self.drafting(on).seconds(replace(paper, mixtures=draft.mixtures))
 
+        def whole(program: Program) -> float:
+            return self._remember(f"whole program@{what}", Program(self._alike(program)), seconds)
+
         if not self._adds_up(program, hardware, sliced):
-            return self._whole(program).cost(f"whole program@{what}", seconds)
-        one = self._whole(_ONE).cost(f"whole program@{what}", seconds)
+            return whole(program)
+        one = whole(_ONE)
 
         def added(part: Program) -> float:
             return seconds(_ONE + part) - one
@@ -205,47 +193,48 @@ class Pricing:
         return one - self._sum(f"latency@{what}", _ONE, added) + self._sum(f"latency@{what}", program, added)
 
     def _adds_up(self, program: Program, hardware: Hardware, sliced: bool) -> bool:
-        """Whether the time of a program is the sum of its stretches'.
+        """Tell whether a program's time is the sum of its stretches'.
 
-        On an emulated link each rank has a line of its own, and one that is early stays early: there ranks have to do
-        the same.
+        On an emulated link each rank has a line of its own, and one that is early stays early: all have to do the same.
         """
         if (hardware.host.asynchronous and self.deployment.graphs is False) or not self.deployment.connected:
             return False
         if self.deployment.emulated is None:
             return True
-        return self._sum(f"uneven, sliced {sliced}", program, lambda part: self._uneven(part, sliced)) == 0
 
-    def _uneven(self, part: Program, sliced: bool) -> float:
-        """0 where all ranks do the same; else 1."""
-        plan = self._plan(part, sliced=sliced)
-        forward = Forward(1, 1, self.model.shapes.positions)
-        items = RankWork(plan, self.model.shapes, lambda _: plan.low_rank != "replicate").items
-        done = [
-            [
-                (item.operation, item.width, len(item.group)) if isinstance(item, Sent) else item
-                for work in work_of(plan, rank)
-                for item in items(work, forward)
+        def uneven(part: Program) -> float:
+            plan = self._plan(part, sliced=sliced)
+            forward = Forward(1, 1, self.model.shapes.positions)
+            items = RankWork(plan, self.model.shapes, lambda _: plan.low_rank != "replicate").items
+            done = [
+                [
+                    (item.operation, item.width, len(item.group)) if isinstance(item, Sent) else item
+                    for work in work_of(plan, rank)
+                    for item in items(work, forward)
+                ]
+                for rank in range(plan.ranks)
             ]
-            for rank in range(plan.ranks)
-        ]
-        return float(any(each != done[0] for each in done))
+            return float(any(each != done[0] for each in done))
+
+        return self._sum(f"uneven, sliced {sliced}", program, uneven) == 0
 
     def _deployed(self, hardware: Hardware) -> Deployment:
         return replace(self.deployment, dtype=self.deployment.dtype or hardware.dtype(self.model.shapes.dtype))
 
     def _sum(self, what: str, program: Program, cost: Callable[[Program], float]) -> float:
+        """Add a cost up over a program's stretches."""
         if program not in self._stretches:
             stretches = map(Program, _stretches(self._alike(program)))
-            self._stretches[program] = Counter(self._priced.setdefault(part, _Priced(part)) for part in stretches)
-        return math.fsum(count * each.cost(what, cost) for each, count in self._stretches[program].items())
+            self._stretches[program] = [*Counter(stretches).items()]
+        return math.fsum(count * self._remember(what, part, cost) for part, count in self._stretches[program])
 
-    def _whole(self, program: Program) -> _Priced:
-        alike = Program(self._alike(program))
-        return self._priced.setdefault(alike, _Priced(alike))
+    def _remember(self, what: str, program: Program, cost: Callable[[Program], float]) -> float:
+        if (what, program) not in self._known:
+            self._known[what, program] = cost(program)
+        return self._known[what, program]
 
     def _alike(self, program: Program) -> tuple[Node, ...]:
-        """The nodes with one layer in the place of all with the same window; those of other shapes stay."""
+        """The nodes with one layer in place of all with the same window; those of other shapes stay."""
         windows = self.model.shapes.windows
         others = self.model.shapes.layer_shapes.others
         firsts = self._firsts
@@ -267,11 +256,6 @@ class Pricing:
         return plan_on_paper(self.model.shapes, program, deployment.ranks, tokens, dtype, *ways)
 
     @cached_property
-    def _dense_seconds(self) -> dict[str, float]:
-        timed = {aspect.on for aspect in self.aspects if aspect.on is not None}
-        return {on: self.seconds(self.model.program, on) for on in timed}
-
-    @cached_property
     def stored_bytes(self) -> int:
         return self._plan(_ONE, self.model.shapes.dtype).dtype_bytes
 
@@ -283,15 +267,7 @@ def open_pricing(
     workload: Workload,
     here: Hardware | None = None,
 ) -> Pricing:
-    """A pricing of these aspects, with the hardware that they name.
-
-    Args:
-        here: this machine, as it was calibrated, where an aspect is of it.
-
-    Raises:
-        FileNotFoundError: if there is no such hardware file.
-        ValueError: if there is no such hardware, or as `Pricing`.
-    """
+    """Open a pricing of aspects, with the hardware that they name."""
     every = tuple(dict.fromkeys(aspects))
     hardware = {}
     for name in {aspect.on: None for aspect in every if aspect.on is not None}:
@@ -300,21 +276,8 @@ def open_pricing(
     return Pricing(model, every, deployment, workload, hardware)
 
 
-@dataclass(eq=False)
-class _Priced:
-    """A program of which it is remembered what it costs; there is one object for equal programs."""
-
-    program: Program
-    costs: dict[str, float] = field(default_factory=dict)
-
-    def cost(self, what: str, compute: Callable[[Program], float]) -> float:
-        if what not in self.costs:
-            self.costs[what] = compute(self.program)
-        return self.costs[what]
-
-
 def _stretches(nodes: tuple[Node, ...]) -> Iterator[tuple[Node, ...]]:
-    """The nodes in stretches: each begins with a step or fork that waits for what came before."""
+    """Split nodes into stretches: each begins with a step or fork that waits for what came before."""
     found: list[Node] = []
     for node in nodes:
         if isinstance(node, Step) and node.late:
@@ -329,12 +292,10 @@ def _stretches(nodes: tuple[Node, ...]) -> Iterator[tuple[Node, ...]]:
 
 
 def _sent_bytes(shapes: ModelShapes, plan: Plan) -> float:
-    """Bytes that rank 0 gives to collectives for one token, without those of embedding and head, as ranks count it."""
-    program = Program.parse(plan.program)
-    everybody = tuple(range(plan.ranks))
-    work = iter(work_of(plan, 0))
+    """Count the bytes that rank 0 gives to collectives for one token, without those of embedding and head."""
     ranks = RankWork(plan, shapes, lambda _: plan.low_rank != "replicate")
-    return plan.dtype_bytes * _sent(ranks, program.nodes, everybody, work)
+    nodes = Program.parse(plan.program).nodes
+    return plan.dtype_bytes * _sent(ranks, nodes, tuple(range(plan.ranks)), iter(work_of(plan, 0)))
 
 
 def _sent(ranks: RankWork, nodes: tuple[Node, ...], group: Group, work: Iterator[Work]) -> int:

@@ -1,4 +1,4 @@
-"""What to try next: what papers would choose, what single edits foretell, and what the trials so far have taught."""
+"""Proposals: by the papers' choices, by predictions from single edits, and by the trials so far."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Goal:
 
     Attributes:
         most: of each of the prices.
-        level: of the cost that is looked along, if this is one of several goals.
+        level: of a cost, if this is one of several goals.
     """
 
     most: tuple[float, ...]
@@ -68,8 +68,8 @@ class Goal:
 
 
 def evenly(goals: Sequence[Goal], trials: Sequence[Trial], total: int) -> list[int]:
-    """How many of so many trials each goal gets: the same in the end, those with the fewest so far first."""
-    had = [sum(trial.proposal.level == goal.level for trial in trials) for goal in goals]
+    """Share out trials among goals: the same in the end, those with the fewest so far first."""
+    had = [sum(trial.level == goal.level for trial in trials) for goal in goals]
     counts = [0] * len(goals)
     for _ in range(total):
         fewest = min(range(len(goals)), key=lambda place: (had[place] + counts[place], place))
@@ -78,11 +78,7 @@ def evenly(goals: Sequence[Goal], trials: Sequence[Trial], total: int) -> list[i
 
 
 def near_the_best(goals: Sequence[Goal], best: Mapping[float | None, float], total: int) -> list[int]:
-    """The same, but most to the level of the best trial and those next best, once every level has one.
-
-    Args:
-        best: of each level, the value of its best trial; less is better.
-    """
+    """Share out most trials to the level of the best trial and those next best, once every level has one."""
     order = sorted(range(len(goals)), key=lambda place: (best.get(goals[place].level, -math.inf), place))
     new = [place for place in order if goals[place].level not in best]
     places = [*new, *(order[min(rank, len(order) - 1)] for rank in (0, 0, 1, 2))]
@@ -93,12 +89,7 @@ def near_the_best(goals: Sequence[Goal], best: Mapping[float | None, float], tot
 
 
 def at_the_edge(goals: Sequence[Goal], good: Collection[float | None], total: int) -> list[int]:
-    """The same, but most to where what is good enough ends: the cheapest level that has it, and the next cheaper ones.
-
-    Args:
-        goals: in the order of their levels, the dearest first.
-        good: levels with a trial that is good enough.
-    """
+    """Share out most trials to the cheapest good level, and the next cheaper ones; goals are the dearest first."""
     edge = max((place for place, goal in enumerate(goals) if goal.level in good), default=0)
     # A cheaper level is worth more: to do better on one that is met already wins nothing.
     places = [place for place in (edge + 1, edge + 1, edge + 2, edge) if place < len(goals)]
@@ -114,10 +105,10 @@ class Proposer:
 
     Attributes:
         prices: of a program; a goal has a limit for each.
-        value: what trials are compared by; less is better.
+        value: orders trials; less is better.
         known: the divergence of choices that were measured before the search.
         sure: how many standard deviations a choice has to be predicted above the best trial's divergence not to be
-            tried, once there are some trials; None: it is tried whatever is predicted of it.
+            tried, once there are some trials; None: all are tried.
     """
 
     mixture: Mixture
@@ -154,13 +145,9 @@ class Proposer:
         return [*found.values()]
 
     def next_round(self, trials: Sequence[Trial], counts: Sequence[int], running: Iterable[str] = ()) -> list[Proposal]:
-        """After some trials: for every goal so many choices that were not tried; fewer if there are no more.
-
-        Args:
-            running: keys of what is tried now.
-        """
+        """After some trials: for every goal so many choices that were not tried; fewer if there are no more."""
         surrogate = self.surrogate(trials)
-        tried = {trial.proposal.key for trial in trials}.union(running)
+        tried = {trial.key for trial in trials}.union(running)
         found: dict[str, Proposal] = {}
         for goal, count in zip(self.goals, counts, strict=True):
             if count:
@@ -169,23 +156,23 @@ class Proposer:
         return [*found.values()]
 
     def surrogate(self, trials: Sequence[Trial]) -> Surrogate:
-        known = [trial for trial in trials if self.knows(trial.proposal.choice)]
+        known = [trial for trial in trials if self.knows(trial.choice)]
         finite = [trial for trial in known if math.isfinite(trial.measured.divergence)]
         by_level: dict[float | None, float] = {}
         for trial in finite:
-            level = trial.proposal.level
+            level = trial.level
             divergence = trial.measured.divergence
             by_level[level] = min(by_level.get(level, math.inf), divergence)
         useful = {
-            trial.proposal.choice: trial.measured.divergence
+            trial.choice: trial.measured.divergence
             for trial in finite
-            if trial.measured.divergence <= _HOPELESS * max(by_level[trial.proposal.level], 1e-6)
+            if trial.measured.divergence <= _HOPELESS * max(by_level[trial.level], 1e-6)
         }
         values = self._taught | useful
         return Surrogate.fit(self.terms.damage, [*map(self._numbers, values)], [*values.values()])
 
     def price(self, choice: Choice) -> tuple[float, ...] | None:
-        """What a choice costs; None if its edits do not go together."""
+        """The prices of a choice; None if its edits do not go together."""
         if choice not in self._known_prices:
             program = self.program(choice)
             self._known_prices[choice] = None if program is None else self.prices(program)
@@ -220,7 +207,7 @@ class Proposer:
         numbers = [self._numbers(choice) for choice in fresh]
         mean = np.array([surrogate.corrected.of(one) for one in numbers])
         deviation = surrogate.uncertainty(numbers)
-        own = [trial.measured for trial in trials if self.meets(trial.proposal.choice, goal)]
+        own = [trial.measured for trial in trials if self.meets(trial.choice, goal)]
         if self.sure is not None and len(own) >= _UNSURE:
             least = min((measured.divergence for measured in own if measured.whole), default=math.inf)
             possible = np.flatnonzero(mean - self.sure * deviation <= least)
@@ -303,10 +290,10 @@ class Proposer:
 
     def _near_the_best(self, goal: Goal, trials: Sequence[Trial], damage: Damage) -> list[Choice]:
         """The best trials of a goal, each with one edit moved anywhere, or a damaging one dropped."""
-        own = [t for t in trials if self.knows(t.proposal.choice) and self.meets(t.proposal.choice, goal)]
+        own = [t for t in trials if self.knows(t.choice) and self.meets(t.choice, goal)]
         found: list[Choice] = []
         for trial in sorted(own, key=self.value)[:_TOP]:
-            choice = trial.proposal.choice
+            choice = trial.choice
             for edit in choice:
                 rest = tuple(other for other in choice if other != edit)
                 found += [rest] if rest else []
@@ -316,7 +303,7 @@ class Proposer:
         return [choice for choice in near if self.meets(choice, goal)][:_POOL]
 
     def _are_free(self, numbers: Sequence[int]) -> Flags:
-        """(edits,): which can be added to a choice, as `Mixture.is_free` has it."""
+        """(edits,): which can be added to a choice, as by `Mixture.is_free`."""
         excluded = self.mixture.exclusions[numbers].any(axis=0)
         keeping = self._lost[numbers].sum() + self._lost <= self.mixture.most_lost
         return np.asarray(~excluded & keeping)
@@ -335,7 +322,7 @@ class Proposer:
 
     @property
     def goals_worth_trying(self) -> tuple[Goal, ...]:
-        """Along each cost the goals as far as one that takes a whole nat by the sum of what edits do alone."""
+        """Along each cost the goals up to one that takes a whole nat by the sum of single edits."""
         found = []
         ended = set[tuple[bool, ...]]()
         for goal in self.goals:
@@ -347,11 +334,7 @@ class Proposer:
         return tuple(found)
 
     def promising(self, promise: Promise) -> Proposer:
-        """This one, of those goals for which something is promised.
-
-        Args:
-            promise: what a choice of some predicted damage may be worth: the time of a token, if it is below 1.
-        """
+        """Keep the goals for which something is promised, by the time of a token in parts of that without drafts."""
         best = {goal: few[0] for goal, few in self._additive.items() if few}
         kept = (goal for goal in self.goals if goal in best and self._promised(best[goal], promise) < 1)
         return replace(self, goals=tuple(kept))
@@ -370,13 +353,13 @@ class Proposer:
 
     @cached_property
     def _additive(self) -> dict[Goal, list[Choice]]:
-        """By goal the choice of the least sum of what edits do alone, if there is one."""
+        """By goal the choice of the least sum of single edits' damage, if there is one."""
         plain = Damage(self.terms.damage.alone, np.zeros_like(self.terms.correlation))
         return {goal: self._optima(plain, goal, 1) for goal in self.goals}
 
     @cached_property
     def running(self) -> list[int]:
-        """Edits that may be in a good choice for one of the goals, those of least damage for what they save first."""
+        """Edits that may be in a good choice for one of the goals, those of least damage for their savings first."""
         found: dict[int, float] = {}
         for goal in self.goals:
             need = np.array(self._dense) - np.array(goal.most)
@@ -390,7 +373,7 @@ class Proposer:
 
     @cached_property
     def _taught(self) -> dict[Choice, float]:
-        """What was known before the search of choices not much worse than those it is about."""
+        """Choices known before the search, unless much worse than the expected ones."""
         expected = [self.terms.damage.of(self._numbers(best)) for few in self._additive.values() for best in few]
         most = _HOPELESS * max(expected, default=0.0)
         return {choice: value for choice, value in self.known.items() if self.knows(choice) and value <= most}
@@ -410,7 +393,7 @@ class Proposer:
 
     @cached_property
     def _savings(self) -> Numbers:
-        """(edits, prices): what each edit saves by itself."""
+        """(edits, prices): savings of each edit by itself."""
         prices = [self.price((edit,)) for edit in self.mixture.edits]
         saved: Numbers = np.array(self._dense)[None] - np.array([price or self._dense for price in prices])
         return saved

@@ -1,8 +1,7 @@
-"""What a search limits or minimises: what programs cost by themselves, and what is measured of them.
+"""Quantities that a search limits or minimises: priced by a program alone, or measured of it.
 
 Every quantity is a cost, of which less is better: a speedup of 1.25 is 0.8 of the unedited model's time, an accuracy
-the share of wrong answers. Per token is of one more token of one text; what depends on ranks is of so many
-tensor-parallel ones.
+the share of wrong answers. Per token is of one more token of one text.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ _THOUSANDS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12
 
 @dataclass(frozen=True)
 class Quantity:
-    """Something that has a number for every program.
+    """A number of every program.
 
     Attributes:
-        read: its cost in a user's text; ValueError with what would do.
+        read: a cost from a user's text; ValueError with a fix.
         show: a cost for people.
-        price: its cost by a `Pricing` and a program alone, on some hardware where it is `timed`; ValueError where the
-            ranks cannot run the program. None: it is measured.
-        measure: its cost by what was measured of a program, of the task it is of; NaN where that is not known.
-        timed: whether it is of some hardware.
+        price: its cost by a `Pricing`, a program, and a hardware where it is `timed`; ValueError where the ranks cannot
+            run the program. None: it is measured.
+        measure: its cost by a program's quality and the aspect's name; NaN where that is not known.
+        timed: whether it is of a hardware.
         upward: whether more is better: its cost is its inverse, or of a depth its negative.
         divides: whether limits can be written in parts of the unedited model's.
     """
@@ -231,7 +230,7 @@ class Aspect:
         return self.quantity.price is not None
 
     def measured(self, found: Quality) -> float:
-        """Its cost by what was measured of a program; infinite where that is not known."""
+        """Read its cost from a program's quality; infinite where that is not known."""
         measure = self.quantity.measure
         assert measure is not None, f"{self} follows from a program"
         value = measure(found, str(self))
@@ -240,7 +239,7 @@ class Aspect:
         return value
 
     def natural(self, cost: float) -> float:
-        """The number as people know it: accuracy, speedup, or the cost itself."""
+        """Convert a cost to the number that people know: accuracy, speedup, or the cost itself."""
         if self.name == ACCURACY:
             return 1 - cost
         if self.deep:
@@ -251,7 +250,7 @@ class Aspect:
 
     @property
     def label(self) -> str:
-        """With its unit, for the axis of a picture."""
+        """Name and unit, for the axis of a picture."""
         if self.name == ACCURACY:
             return f"accuracy on {self.on}"
         return _UNITS.get(self.name, f"{self}{' (per token)' if self.name == 'latency' else ''}")
@@ -262,17 +261,11 @@ class Aspect:
 
 DEPTH = Aspect("depth")
 SIZE = Aspect("size")
+DIVERGENCE = Aspect("divergence")
 
 
 def aspect_of(name: str, on: str | None, text: str) -> Aspect:
-    """An aspect as a user names it.
-
-    Args:
-        text: what it stands in, for messages.
-
-    Raises:
-        ValueError: if there is no such quantity, or it needs a hardware, or takes none.
-    """
+    """Make an aspect of a user's text; ValueError for an unknown quantity, or a hardware missing or needless."""
     if name not in QUANTITIES:
         raise ValueError(f"unknown quantity {name!r} in {text!r}; {did_you_mean(name, QUANTITIES)}")
     if name == DRAFT and not on:
@@ -288,7 +281,7 @@ def aspect_of(name: str, on: str | None, text: str) -> Aspect:
 
 
 def parse_objectives(text: str) -> tuple[Aspect, ...]:
-    """What a user wants to be small, with commas between.
+    """Parse objectives, with commas between.
 
     Raises:
         ValueError: if one is unknown, lacks its task or its hardware, or is there twice.
@@ -318,7 +311,7 @@ class Limit:
     """The most that one quantity may cost.
 
     Attributes:
-        amount: a cost as `Quantity` has it, or of relative limits, in parts of the unedited model's.
+        amount: a cost, or of relative limits, in parts of the unedited model's.
         text: as the user wrote it.
     """
 
@@ -336,9 +329,9 @@ class Limit:
         return self.amount
 
     def shortfall(self, cost: float, dense: float) -> float:
-        """How far a cost is from the limit: 0 within it, 1 as far as the unedited model's cost.
+        """The distance of a cost from the limit: 0 within it, 1 as far as the unedited model's cost.
 
-        Where that is within the limit, or no measure, in parts of the limit.
+        Where that is within the limit, or measured, in parts of the limit.
         """
         most = self.most(dense)
         if cost <= most + NEAR * abs(most):
@@ -348,12 +341,12 @@ class Limit:
         return (cost - most) / abs(most)
 
     def lack(self, measured: Quality, original: Quality) -> float:
-        """How far a measured program is from a limit of quality, given the unedited model on the same text."""
+        """The shortfall of a measured program, given the unedited model on the same text."""
         return self.shortfall(self.aspect.measured(measured), self.aspect.measured(original))
 
 
 def parse_limits(text: str) -> tuple[Limit, ...]:
-    """The limits that a user writes, with commas between them.
+    """Parse limits, with commas between.
 
     `=` is a limit like `<=`, or for a speedup like `>=`; behind a number, `x` is in parts of the unedited model's. A
     depth may have both: `depth>=20` is for a model that is to be deeper.

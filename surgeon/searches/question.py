@@ -1,8 +1,10 @@
-"""What a search is asked for, in a user's words."""
+"""A search's question: in a user's words, and on a model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -10,26 +12,33 @@ from typing import Any
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.hardware import Hardware
 from surgeon.cost.workload import Workload
+from surgeon.language.program import Program
 from surgeon.opened import Model
 from surgeon.quality.data import DEFAULT_TOKENS
 from surgeon.quality.head import GREEDY, SAMPLED
+from surgeon.quality.summary import Quality
 from surgeon.runtime.comm.link import parse_link
-from surgeon.searches.drafting import DraftObstacles
-from surgeon.searches.mixture import Mixture
+from surgeon.searches.drafting import DraftValue, draft_obstacle
+from surgeon.searches.front import pareto_front
+from surgeon.searches.mixture import Mixture, Trial
 from surgeon.searches.pricing import Pricing, open_pricing
+from surgeon.searches.proposer import ANY, Goal, Prices, at_the_edge, evenly, near_the_best
 from surgeon.searches.quantities import (
     ACCURACY,
     DEPTH,
+    DIVERGENCE,
     DRAFT,
     DRAFT_PASS,
     HERE,
+    NEAR,
     SIZE,
     Aspect,
     Limit,
     parse_limits,
     parse_objectives,
 )
-from surgeon.searches.spaces import DEEPER, parse_spaces, usual_spaces
+from surgeon.searches.reach import least_cost, levels_of, require_reachable, require_work
+from surgeon.searches.spaces import DEEPER, Space, parse_spaces, usual_spaces
 
 SURGEON = "surgeon"  # the sampler that goes by what edits do
 _IDENTITY = ("space", "budget", "objective", "ranks", "batch", "prompt", "new", "link_delay", "sampled_acceptance")
@@ -38,25 +47,19 @@ _LITTLE = 0.01  # in parts of a cost: a space that saves less is not searched un
 
 @dataclass(frozen=True)
 class Question:
-    """What is searched for, in a user's words; a study of one setting is not gone on with under another.
+    """A user's question to a search; a study of one is not gone on with under another.
 
     Attributes:
         space: what may change, as `parse_spaces` takes it; None: all that lessens what is asked for (`on`).
         budget: limits, as `parse_limits` takes them; None: how deep is the model really, and how large?
-        objective: what is to be small, as `parse_objectives` takes it; of several, the best of every trade-off. With
-            costs alone, and no limit of quality, it is their trade-off with divergence. A draft is looked for alone.
+        objective: as `parse_objectives` takes it; several give a front. Costs alone, without a limit of quality, are
+            traded for divergence. A draft is looked for alone.
         ranks: tensor-parallel ranks, for tracks and whatever depends on them.
-        batch: for times, texts computed together.
-        prompt, new: for times, tokens of each prompt, and added to it; by default 1024 and 512, or a half and a quarter
-            of the model's positions.
+        batch, prompt, new: for times, texts computed together, and tokens of each prompt and added to it.
         link_delay: for times, how long a collective takes at least, such as 1ms.
         sampled_acceptance: measure that of every program, too; a draft is looked for by it.
         data, tokens, window, separator: the text, as `open_subject` takes it.
         using: folders of passes.
-        output and all others: how a search runs that asks this, as `surgeon.search` has them.
-
-    Raises:
-        ValueError: if budget or objectives cannot be read, or do not go together.
     """
 
     space: str | None = None
@@ -100,26 +103,25 @@ class Question:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """As JSON values all that tells studies apart beside model, text, passes and sampler."""
+        """Values that tell studies apart beside model, text, passes and sampler."""
         return {name: getattr(self, name) for name in _IDENTITY if getattr(self, name) is not False}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Question:
-        """The inverse of `asdict`, as workers get it."""
+        """Invert `asdict`."""
         return cls(**{**values, "using": tuple(values["using"])})
 
     def on(self, model: Model) -> Question:
-        """These settings with their spaces named: of the usual ones, those that the model can have edits of."""
+        """Name the spaces: of the usual ones, those with edits of this model that save something."""
         if self.space is not None:
             return self
         usual = usual_spaces({DEEPER if aspect.deep else aspect.name for aspect in self.aspects})
-        obstacle = self._obstacle(model)
-        spaces = {name: Mixture(parse_spaces(name, self.ranks), model, self.ranks, obstacle) for name in usual}
-        if self.is_timed_here:  # which has to be measured first
-            able = [name for name, mixture in spaces.items() if mixture.edits]
-        else:
-            pricing = self.pricing(model)
-            able = [name for name, mixture in spaces.items() if _saves(mixture, pricing)]
+        pricing = None if self.is_timed_here else self.pricing(model)  # this machine has to be measured first
+        able = []
+        for name in usual:
+            mixture = self._mixture(name, model)
+            if mixture.edits if pricing is None else _saves(mixture, pricing):
+                able.append(name)
         return replace(self, space=",".join(able or usual))
 
     @cached_property
@@ -139,11 +141,11 @@ class Question:
         is_of_quality = any(not aspect.is_priced for aspect in (*found, *(limit.aspect for limit in self.limits)))
         if is_of_quality:
             return found
-        return (Aspect("divergence"), *found)
+        return (DIVERGENCE, *found)
 
     @cached_property
     def draft(self) -> Aspect | None:
-        """The objective that programs are to draft for the unedited model, if that is asked for."""
+        """The objective of drafting for the unedited model, if that is asked for."""
         return next((objective for objective in self.objectives if objective.name == DRAFT), None)
 
     @property
@@ -154,19 +156,18 @@ class Question:
 
     @property
     def recorded(self) -> tuple[Aspect, ...]:
-        """What a study has of every trial: the objectives, but those measured of the best only, and `along`."""
+        """A study's values of every trial: the objectives, but those measured of the best only, and `along`."""
         if self.draft is not None:
             return self.objectives
-        measured = tuple(one for one in self.objectives if one.name != ACCURACY) or (Aspect("divergence"),)
+        measured = tuple(one for one in self.objectives if one.name != ACCURACY) or (DIVERGENCE,)
         return tuple(dict.fromkeys([*measured, *self.along]))
 
     @cached_property
     def along(self) -> tuple[Aspect, ...]:
-        """The costs whose levels are to be looked along, as far as edits lessen them.
+        """The costs whose levels are searched, as far as edits lessen them.
 
-        Of drafts the time of a pass. Else one that is an objective; between limits of both a cost and quality, that
-        cost; where no cost is limited, depth, and without a budget size, too, which edits may lessen that keep the
-        depth.
+        Of drafts the time of a pass. Else a cost that is an objective; between limits of both a cost and quality, that
+        cost; where no cost is limited, depth, and without a budget size, too, for edits that keep the depth.
         """
         if self.draft is not None:
             return (Aspect(DRAFT_PASS, self.draft.on),)
@@ -175,10 +176,8 @@ class Question:
             return (costs[0],)
         limited = [limit.aspect for limit in self.limits if limit.aspect.is_priced]
         if limited:
-            if self.is_between_limits:
-                return (limited[0],)
-            return ()
-        spaces = [] if self.space is None else parse_spaces(self.space)
+            return tuple(limited[:1]) if self.is_between_limits else ()
+        spaces = () if self.space is None else parse_spaces(self.space)
         smaller = not spaces or any("size" in each.serves and "depth" not in each.serves for each in spaces)
         if smaller and not self.limits:
             return (DEPTH, SIZE)
@@ -186,7 +185,7 @@ class Question:
 
     @property
     def is_between_limits(self) -> bool:
-        """Whether both a cost and quality are limited and no cost is to be small: what is best lies between the two."""
+        """Whether both a cost and quality are limited and no cost is to be small."""
         kinds = {limit.aspect.is_priced for limit in self.limits}
         return kinds == {True, False} and not any(objective.is_priced for objective in self.objectives)
 
@@ -203,24 +202,17 @@ class Question:
         return Workload.within(positions, self.batch, self.prompt, self.new)
 
     def mixture(self, model: Model) -> Mixture:
-        """The spaces on a model, of which only the configuration has to be there.
-
-        Raises:
-            ValueError: if there is no such space, the model can have none of its edits, or it is an edited one.
-        """
+        """Apply the spaces to a model, of which only the configuration has to be there."""
         assert self.space is not None, "`on` names the spaces"
-        spaces = parse_spaces(self.space, self.ranks)
-        mixture = Mixture(spaces, model, self.ranks, self._obstacle(model))
+        mixture = self._mixture(self.space, model)
         mixture.require_edits()
         return mixture
 
-    def _obstacle(self, model: Model) -> DraftObstacles | None:
-        if self.draft is None:
-            return None
-        return DraftObstacles(model, self.ranks)
+    def _mixture(self, spaces: str, model: Model) -> Mixture:
+        obstacle = None if self.draft is None else draft_obstacle(model, self.ranks)
+        return Mixture(parse_spaces(spaces, self.ranks), model, self.ranks, obstacle)
 
     def pricing(self, model: Model, here: Hardware | None = None) -> Pricing:
-        """What a model's programs cost; as `priced`."""
         deployment = Deployment(self.ranks, emulated=parse_link(self.link_delay, None))
         return open_pricing(model, self.aspects, deployment, self.workload(model.positions), here)
 
@@ -233,3 +225,197 @@ def _saves(mixture: Mixture, pricing: Pricing) -> bool:
         if sum(best.values()) > _LITTLE * abs(dense):
             return True
     return False
+
+
+_BETWEEN_EQUALS = 1e-6  # weight of what decides between programs that cost the same
+
+
+@dataclass(frozen=True)
+class PricedQuestion:
+    """A question with what follows from it on a model: goals, costs of trials, and their order.
+
+    Attributes:
+        pricing: of `settings.aspects`.
+        original: the unedited model's quality on the text.
+        whole: the question of all spaces, if this is one of some; its levels are those of the whole that it reaches.
+    """
+
+    settings: Question
+    mixture: Mixture
+    pricing: Pricing
+    original: Quality
+    whole: PricedQuestion | None = None
+
+    def of(self, spaces: Sequence[Space]) -> PricedQuestion:
+        return replace(self, mixture=replace(self.mixture, spaces=tuple(spaces)), whole=self)
+
+    @cached_property
+    def drafting(self) -> DraftValue | None:
+        if self.settings.draft is None:
+            return None
+        return DraftValue(self.pricing, self.settings.draft, self.settings.acceptance)
+
+    @cached_property
+    def levels(self) -> dict[Aspect, tuple[float, ...]]:
+        """Levels of each cost in `along`."""
+        found = {}
+        if self.whole is None:
+            for cost in self.settings.along:
+                levels = levels_of(cost, self.settings.limits, self.pricing, self.mixture)
+                if levels:
+                    found[cost] = levels
+            return found
+        for cost, levels in self.whole.levels.items():
+            least = least_cost(cost, self.pricing, self.mixture)
+            found[cost] = tuple(level for level in levels if level >= least - NEAR * abs(least))
+        return found
+
+    @property
+    def along(self) -> tuple[Aspect, ...]:
+        """The costs whose levels are searched: those of `Question.along` that edits lessen."""
+        return tuple((self.whole or self).levels)
+
+    @property
+    def is_for_the_cheapest(self) -> bool:
+        return bool(self.along and self.settings.of_quality) and not self.settings.is_between_limits
+
+    @property
+    def has_one_best(self) -> bool:
+        return not self.along or bool(self.settings.of_quality) or self.settings.draft is not None
+
+    @property
+    def objectives(self) -> tuple[Aspect, ...]:
+        return self.settings.objectives
+
+    def valued(self, program: Program, measured: Quality) -> Quality:
+        """Add a program's value as a draft to its quality, where that is asked for."""
+        if self.drafting is None:
+            return measured
+        return self.drafting.valued(program, measured)
+
+    @property
+    def budget(self) -> str:
+        return ",".join(map(str, self.settings.limits))
+
+    @property
+    def traded(self) -> tuple[Aspect, ...]:
+        """The axes of the front: objectives, and costs in `along` unless drafts settle them."""
+        if self.settings.draft is not None:
+            return self.objectives
+        return tuple(dict.fromkeys([*self.objectives, *self.along]))
+
+    def front(self, trials: Sequence[Trial]) -> list[Trial]:
+        """Non-dominated trials in the objectives, and in those with each cost of `along` beside; sorted by costs."""
+        others = [cost for cost in self.along if cost not in self.objectives]
+        trades = [(*self.objectives, cost) for cost in others] or [self.objectives]
+        best = {trial.number: trial for one in trades for trial in pareto_front(trials, one, self.pricing)}
+        return sorted(best.values(), key=lambda trial: self.pricing.costs(self.traded, trial))
+
+    @cached_property
+    def goals(self) -> tuple[Goal, ...]:
+        """One for the budget, or one for each level of each cost in `along`, the dearest first."""
+        most = tuple(limit.most(self.pricing.dense[limit.aspect]) for limit in self._kept)
+        if not self.along:
+            return (Goal(most),)
+        return tuple(
+            Goal((*most, *(level if other == cost else ANY for other in self.along)), level)
+            for cost, levels in self.levels.items()
+            for level in levels
+        )
+
+    def level(self, program: Program) -> float | None:
+        """Find the lowest level that a program meets, of the first cost of `along` that it lessens."""
+        for cost, levels in self.levels.items():
+            price = self.pricing.price(cost, program)
+            met = [level for level in levels if price <= level * (1 + 1e-9)]
+            if met:
+                return min(met)
+        return None
+
+    @property
+    def prices(self) -> Prices:
+        """Costs of programs, in the order of the goals' limits."""
+        aspects = [*(limit.aspect for limit in self._kept), *self.along]
+        return lambda program: tuple(self.pricing.price(aspect, program) for aspect in aspects)
+
+    @property
+    def _kept(self) -> list[Limit]:
+        between = self.along if self.settings.is_between_limits else ()
+        return [limit for limit in self.settings.limits if limit.aspect.is_priced and limit.aspect not in between]
+
+    def shared_out(self, goals: Sequence[Goal], trials: Sequence[Trial], total: int) -> list[int]:
+        """Share out a round's trials among goals: evenly along a cost, or near where a limited quality ends.
+
+        Where the cost is limited, too, half go to programs at its limit. Drafts are tried where the best ones are.
+        """
+        if self.settings.draft is not None:
+            best: dict[float | None, float] = {}
+            for trial in trials:
+                level = trial.level
+                best[level] = min(best.get(level, math.inf), self.cost(trial))
+            return near_the_best(goals, best, total)
+        if not self.along or not self.settings.of_quality:
+            return evenly(goals, trials, total)
+        good = {trial.level for trial in trials if not any(self.lacks_of_quality(trial.measured))}
+        limited = [limit for limit in self.settings.limits if limit.aspect.is_priced and limit not in self._kept]
+        most = [limit.most(self.pricing.dense[limit.aspect]) for limit in limited[:1]]
+        wanted = [place for place, goal in enumerate(goals) if goal.level in most]
+        half = (total + len(trials) % 2) // 2 if wanted else 0
+        counts = at_the_edge(goals, good, total - half)
+        for place in wanted:
+            counts[place] += half
+        return counts
+
+    def cost(self, trial: Trial) -> float:
+        """The cost that a single winner is chosen by; infinite for a trial that breaks the budget.
+
+        The first objective; where only quality is limited, the first cost of `along`, with ties broken by divergence.
+        """
+        if not trial.measured.whole or not self.is_met(trial):
+            return math.inf
+        if not self.is_for_the_cheapest:
+            return self.costs(trial)[0]
+        dense = self.pricing.dense[self.along[0]]
+        divergence = trial.measured.divergence
+        return self.price(self.along[0], trial) / dense + _BETWEEN_EQUALS * divergence / (1 + divergence)
+
+    def costs(self, trial: Trial) -> tuple[float, ...]:
+        return self.pricing.costs(self.objectives, trial)
+
+    def price(self, aspect: Aspect, trial: Trial) -> float:
+        return self.pricing.price(aspect, trial.program)
+
+    def lacks_of_quality(self, measured: Quality) -> tuple[float, ...]:
+        return tuple(limit.lack(measured, self.original) for limit in self.settings.of_quality)
+
+    def is_met(self, trial: Trial) -> bool:
+        short = self.pricing.shortfalls(self.settings.limits, trial.program)
+        return not any(short) and not any(self.lacks_of_quality(trial.measured))
+
+    def best_in_words(self, trials: Collection[Trial]) -> str:
+        """Describe the best trial in a few words, or the size of the front."""
+        if not self.has_one_best:
+            return f"{len(self.front([*trials]))} on the front"
+        best = min(trials, key=lambda trial: (self.cost(trial), trial.number), default=None)
+        if best is None or math.isinf(self.cost(best)):
+            return ""
+        if self.is_for_the_cheapest:
+            return f"best {self.along[0].show(self.price(self.along[0], best))}"
+        if self.settings.draft is not None:
+            return f"best {self.settings.draft.show(self.cost(best))}"
+        return f"best {self.cost(best):.4g}"
+
+
+def priced(question: Question, mixture: Mixture, here: Hardware | None = None) -> Pricing:
+    """Open the pricing of a question whose limits can be met, with warnings about them."""
+    pricing = question.pricing(mixture.model, here)
+    for note in (*pricing.notes, *require_work(question.limits, pricing)):
+        warnings.warn(note, stacklevel=2)
+    require_reachable(question.limits, pricing, mixture)
+    if question.along and not any(levels_of(cost, question.limits, pricing, mixture) for cost in question.along):
+        names = " or ".join(map(str, question.along))
+        raise ValueError(
+            f"nothing of the space {question.space} lessens {names}, along which this search would look; add a "
+            "space that does, or give a budget"
+        )
+    return pricing

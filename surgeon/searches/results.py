@@ -1,4 +1,4 @@
-"""What a search leaves: tables of its trials, its edits, its front and its curves, recipes, and a record."""
+"""Results of a search: tables of its trials, its edits, its front and its curves, recipes, and a record."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from surgeon.processes.files import finite, write_text
 from surgeon.quality.head import GREEDY
 from surgeon.quality.summary import ACCEPTANCES, Quality
 from surgeon.searches.drafting import FoundDraft
-from surgeon.searches.front import FrontPoint, QualityCurve
+from surgeon.searches.front import QualityCurve
 from surgeon.searches.mixture import Trial
-from surgeon.searches.priced import PricedQuestion
 from surgeon.searches.quantities import DEPTH, Aspect, Limit
+from surgeon.searches.question import PricedQuestion
 from surgeon.searches.search import SUBLAYERS
 from surgeon.searches.terms import Terms
 from surgeon.searches.winners import HealedFinalists, HeldOutComparison, quality_json
@@ -37,11 +37,11 @@ class Winner:
     """The trial that a search ends with.
 
     Attributes:
-        why: what it is the best of, in a few words.
+        why: a few words on how it was chosen.
         comparison: with its runners-up on held-out text; None if none was held out.
-        text: which held-out text that is (`Windows.record`).
+        text: the record of the held-out text (`Windows.record`).
         healing: of both; None if none was healed.
-        draft: what it is worth as a draft, where that was asked for.
+        draft: its value as a draft, where that was asked for.
     """
 
     trial: Trial
@@ -52,7 +52,7 @@ class Winner:
     draft: FoundDraft | None = None
 
     def missed_unseen(self, limits: Sequence[Limit]) -> list[str]:
-        """Limits of quality that the winner keeps on the text of the search, but not on held-out text, in sentences."""
+        """Name limits of quality that the winner keeps on the text of the search, but not on held-out text."""
         known = {"": self.comparison, " once it is healed": self.healing.after if self.healing else None}
         missed = []
         for when, comparison in known.items():
@@ -67,35 +67,34 @@ class Winner:
 
 
 def trials_table(question: PricedQuestion, trials: Sequence[Trial]) -> pd.DataFrame:
-    """One row per trial, in the order they were asked for: its edits, its costs, its quality, its program."""
+    """One row per trial, in order: its edits, costs, quality and program."""
     rows = []
     for trial in trials:
-        level = trial.proposal.level
+        level = trial.level
         row = {
             "trial": trial.number,
-            "source": trial.proposal.source,
+            "source": trial.source,
             "level": math.nan if level is None else level,
-            "edits": _edits(trial),
+            "edits": trial.edits,
             **{str(aspect): aspect.natural(question.price(aspect, trial)) for aspect in _priced(question)},
             **_quality(trial.measured),
             "tokens": trial.measured.tokens,
             "whole": trial.measured.whole,
             "within": trial.measured.whole and question.is_met(trial),
             **trial.measured.more,
-            "program": trial.proposal.key,
+            "program": trial.key,
         }
         rows.append(row)
     return pd.DataFrame(rows)
 
 
 def terms_table(question: PricedQuestion, terms: Terms) -> pd.DataFrame:
-    """One row per edit: what it does alone, what it saves (of a speedup, in parts of the time), how it correlates."""
+    """One row per edit: its divergence, its mean correlation, and its savings (of a speedup, in parts of the time)."""
     mixture = question.mixture
     pricing = question.pricing
     dense = {aspect: pricing.price(aspect, mixture.model.program) for aspect in _priced(question)}
     rows = []
-    for place, edit in enumerate(mixture.edits):
-        program = mixture.program((edit,))
+    for place, (edit, program) in enumerate(zip(mixture.edits, mixture.single_edits, strict=True)):
         others = np.delete(terms.correlation[place], place)
         row = {
             "edit": str(edit),
@@ -112,35 +111,33 @@ def terms_table(question: PricedQuestion, terms: Terms) -> pd.DataFrame:
 
 
 def write_front(
-    folder: Path, front: Sequence[FrontPoint], question: PricedQuestion, model: str, model_hash: str
+    folder: Path, front: Sequence[Trial], question: PricedQuestion, model: str, model_hash: str
 ) -> pd.DataFrame:
     """Write a recipe for each point of a front, `front/NN-recipe.yaml`; those of an earlier front are removed.
 
     Returns:
-        One row per point: what is traded, the trial, its quality, whether it keeps the budget, its recipe.
+        One row per point: its costs, the trial, its quality, whether it keeps the budget, its recipe.
     """
     (folder / FRONT_FOLDER).mkdir(parents=True, exist_ok=True)
-    mixture = question.mixture
     rows = []
-    per_layer = mixture.model.family.steps_per_layer
-    for number, point in enumerate(front, 1):
-        trial = point.trial
+    for number, trial in enumerate(front, 1):
         name = f"{FRONT_FOLDER}/{number:02d}-recipe.yaml"
-        values = {str(one): one.natural(cost) for one, cost in zip(question.traded, point.costs, strict=True)}
+        costs = question.pricing.costs(question.traded, trial)
+        values = {str(one): one.natural(cost) for one, cost in zip(question.traded, costs, strict=True)}
         lines = [f"# Point {number} of {len(front)} of a Pareto front: trial {trial.number}."]
         lines += [f"# {one} {value:.5g}" for one, value in values.items()]
-        lines.append(mixture.recipe(trial.proposal.choice, model, model_hash).to_yaml())
+        lines.append(question.mixture.recipe(trial.choice, model, model_hash).to_yaml())
         write_text(folder / name, "\n".join(lines))
         row = {
             "point": number,
             **values,
             "trial": trial.number,
-            "depth": trial.program.effective_depth(per_layer),
+            "depth": question.pricing.depth(trial.program),
             **_quality(trial.measured),
             "within": question.is_met(trial),
-            "source": trial.proposal.source,
-            "edits": _edits(trial),
-            "program": trial.proposal.key,
+            "source": trial.source,
+            "edits": trial.edits,
+            "program": trial.key,
             "recipe": name,
         }
         rows.append(row)
@@ -151,7 +148,7 @@ def write_front(
 
 
 def quality_table(curves: Sequence[QualityCurve]) -> pd.DataFrame:
-    """One row for each point of each curve; that of a curve's knee says how sure the knee is."""
+    """One row per point of each curve; the knee's has its interval."""
     rows = []
     for curve in curves:
         natural = curve.along.natural
@@ -169,7 +166,7 @@ def quality_table(curves: Sequence[QualityCurve]) -> pd.DataFrame:
                 "knee": is_knee,
                 **(knee if is_knee else dict.fromkeys(knee)),
                 "trial": None if point.trial is None else point.trial.number,
-                "edits": "" if point.trial is None else _edits(point.trial),
+                "edits": "" if point.trial is None else point.trial.edits,
             }
             rows.append(row)
     if rows:
@@ -181,10 +178,6 @@ def _priced(question: PricedQuestion) -> list[Aspect]:
     return list(dict.fromkeys([DEPTH, *question.pricing.aspects]))
 
 
-def _edits(trial: Trial) -> str:
-    return "; ".join(map(str, trial.proposal.choice))
-
-
 def _quality(measured: Quality) -> dict[str, float]:
     names = ("divergence", "divergence_low", "divergence_high", "perplexity")
     accepted = [name for name in ACCEPTANCES if name == GREEDY or measured.knows(name)]
@@ -192,11 +185,7 @@ def _quality(measured: Quality) -> dict[str, float]:
 
 
 def lost_trials(folder: Path, study: str, place: str, finished: int) -> list[str]:
-    """What to say where a study has fewer finished trials than the record of its search tells of.
-
-    Args:
-        place: of the storage, for people.
-    """
+    """Warn where a study has fewer finished trials than the record of its search."""
     try:
         record = read_json(folder / SearchResult.RECORD)
     except (FileNotFoundError, ValueError):
@@ -210,7 +199,7 @@ def lost_trials(folder: Path, study: str, place: str, finished: int) -> list[str
 
 
 def commented(recipe: Recipe, question: PricedQuestion, winner: Winner, record: Mapping[str, Any]) -> str:
-    """The winner's recipe as text, with what was measured in comments."""
+    """Write the winner's recipe with measurements in comments."""
     trial = winner.trial
     measured = winner.trial.measured
     original = question.original
@@ -218,7 +207,7 @@ def commented(recipe: Recipe, question: PricedQuestion, winner: Winner, record: 
     high = measured.divergence_high
     lines = [
         f"Found by: {record['command']}",
-        f"{winner.why}: trial {trial.number} of {record['trials']}, {trial.proposal.source}.",
+        f"{winner.why}: trial {trial.number} of {record['trials']}, {trial.source}.",
         f"On {measured.tokens:,} tokens:",
         f"divergence {measured.divergence:.4g} nats per token,",
         *([f"its 95% interval {low:.4g} to {high:.4g},"] if math.isfinite(high) else []),
@@ -236,12 +225,12 @@ def commented(recipe: Recipe, question: PricedQuestion, winner: Winner, record: 
 
 @dataclass(frozen=True)
 class SearchWork:
-    """What all workers of a search have run, in all of its commands.
+    """The effort of all workers of a search, in all of its commands.
 
     Attributes:
-        edits: that were measured alone, or estimated; 0 where a sampler does not go by that.
+        edits: measured alone, or estimated; 0 where a sampler does not go by that.
         tokens: of the text, that each was measured on.
-        alone, together: sublayers that ran for single edits, and for trials, in passes over all of the text.
+        alone, together: sublayers run for single edits, and for trials, in passes over all of the text.
     """
 
     edits: int
@@ -270,10 +259,10 @@ class SearchWork:
 
 
 def found_json(question: PricedQuestion, winner: Winner, curves: Sequence[QualityCurve]) -> dict[str, Any]:
-    """What was found in numbers, as JSON values; what is not finite is None."""
+    """Record the findings as JSON values; None for what is not finite."""
     trial = winner.trial
     more = winner.trial.measured.more
-    best = {"trial": trial.number, "why": winner.why, "program": trial.proposal.key}
+    best = {"trial": trial.number, "why": winner.why, "program": trial.key}
     found: dict[str, Any] = {
         "best": best | quality_json(trial.measured) | finite(more),
         "original": quality_json(question.original) | finite(question.original.more),

@@ -1,7 +1,7 @@
-"""A search: what is asked of which model, what is tried next, and what a trial comes to.
+"""A search: its next proposal, and its trials.
 
-All spaces together have a proposer, and each space by itself has one as well: what one space can do alone is easier to
-foretell than a mixture, a search of several never does worse than one of them, and it can be said what each gives.
+All spaces together have a proposer, and each space by itself has one as well: one space alone is easier to predict
+than a mixture, a search of several never does worse than one of them, and each one's share is known.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from optuna.trial import FrozenTrial, TrialState
 
 from surgeon.errors import did_you_mean
 from surgeon.findings.edit import SOURCES, Choice
-from surgeon.language.program import Program
 from surgeon.quality.summary import Quality
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.known import Known
 from surgeon.searches.mixture import Proposal, Trial
-from surgeon.searches.priced import PricedQuestion
 from surgeon.searches.proposer import Proposer
-from surgeon.searches.question import SURGEON
+from surgeon.searches.quantities import DIVERGENCE
+from surgeon.searches.question import SURGEON, PricedQuestion
 from surgeon.searches.terms import Terms, TermsPlan, measure_terms
 
 BATCH = 8  # proposals that are made of the same knowledge, and measured together
 FIRST = 3  # of the first round, for each goal: one of every kind
 FIRST_OF_ALL = 30  # of the first round, for all goals, where they are many
+SURE = 3.0  # standard deviations above the best, for which a predicted choice is ruled out
 MIXTURE = "mixture"
 DIGITS = 9  # of what was measured: further ones may depend on what it was measured together with
 # Attributes of trials.
@@ -56,18 +56,15 @@ class Search:
 
     Attributes:
         known_terms: of the mixture's edits; None: they are measured when they are asked for.
-        known: what passes have found, which is not measured again.
-        sure: how many standard deviations above the best a choice has to be predicted to be ruled out, where passes
-            have measured choices of several edits; None: none is.
+        known: findings of passes, which are not measured again.
     """
 
     question: PricedQuestion
     evaluator: Evaluator
     known_terms: Terms | None = None
     known: Known = field(default_factory=Known)
-    sure: float | None = 3.0
     lock: Lock = field(default_factory=Lock, init=False, repr=False)  # for threads of one study: one asks or measures
-    # What was worked out before: trials by what is stored of them, the last round, with what was finished then.
+    # Known so far: trials by what is stored of them; the last round, with the trials that it was made of.
     _trials: dict[tuple[Any, ...], Trial] = field(default_factory=dict, init=False, repr=False)
     _round: tuple[Any, list[Proposal]] = field(default=((), []), init=False, repr=False)
 
@@ -84,7 +81,7 @@ class Search:
 
     @cached_property
     def strands(self) -> dict[str, Proposer]:
-        """Proposers of all spaces together, first, and of each that can reach a goal, by name."""
+        """By name, proposers of all spaces together, first, and of each that can reach a goal."""
         mixture = self.question.mixture
         if len(mixture.spaces) == 1:
             return {mixture.spaces[0].name: self._proposer(self.question)}
@@ -95,34 +92,34 @@ class Search:
     def next_proposal(
         self, finished: Sequence[Trial], running: Collection[str] = (), skipped: int = 0
     ) -> Proposal | None:
-        """What to try next; None if nothing is left.
+        """Propose what to try next; None if nothing is left.
 
         The first round's proposals come first. Then those of rounds that are made of all that is finished, in turn, of
         each round as many as are asked for before more is known.
 
         Args:
-            running: keys of what is being tried: it counts as tried, whatever it will come to.
-            skipped: how many to leave to others who ask at the same moment, where there are more.
+            running: keys of running trials, which count as tried.
+            skipped: proposals to leave to others who ask at the same moment, where there are more.
         """
-        tried = {trial.proposal.key for trial in finished} | set(running)
+        tried = {trial.key for trial in finished} | set(running)
         first = [proposal for proposal in self._first_round if proposal.key not in tried]
         if first:
             return first[skipped % len(first)]
-        made_of = [(trial.number, trial.proposal.key) for trial in finished]
+        made_of = [(trial.number, trial.key) for trial in finished]
         if self._round[0] != made_of:
             self._round = made_of, self._next_round(finished)
         found = self._round[1]
         turn = (len(tried) - len(self._first_round) + skipped) % max(1, len(found))
-        fresh = (proposal for proposal in [*found[turn:], *found[:turn]] if proposal.key not in tried)
-        chosen = next(fresh, None)
-        if chosen is None:  # all of the round is given out, and nothing of it finished yet
-            found += (more := self._next_round(finished, running))
-            chosen = next(iter(more), None)
-        return chosen
+        for proposal in [*found[turn:], *found[:turn]]:
+            if proposal.key not in tried:
+                return proposal
+        more = self._next_round(finished, running)  # all of the round is given out, and nothing of it finished yet
+        found += more
+        return next(iter(more), None)
 
     @cached_property
     def _first_round(self) -> list[Proposal]:
-        """A few of each goal: they run on all of the text, and later ones can be raced against them."""
+        """A few of each goal, which run on all of the text, so that later ones can be raced against them."""
         goals = sum(len(proposer.goals) for proposer in self.strands.values())
         count = max(1, min(FIRST, FIRST_OF_ALL // max(1, goals)))
         found: dict[str, Proposal] = {}
@@ -138,11 +135,10 @@ class Search:
         found: dict[str, Proposal] = {}
         others = len(self.strands) - 1
         for name, proposer in self.strands.items():
+            share = BATCH - BATCH // 2 * bool(others)
             if name != MIXTURE and others:
                 share = max(1, BATCH // 2 // others)
-            else:
-                share = BATCH - BATCH // 2 * bool(others)
-            trials = [trial for trial in finished if proposer.knows(trial.proposal.choice)]
+            trials = [trial for trial in finished if proposer.knows(trial.choice)]
             counts = self.question.shared_out(proposer.goals, trials, share)
             made = proposer.next_round(trials, counts, running)
             if not made:  # these goals are tried out; others may not be
@@ -152,11 +148,7 @@ class Search:
         return [*found.values()]
 
     def proposal(self, values: Mapping[str, Any], attributes: Mapping[str, Any] | None = None) -> Proposal:
-        """What a trial tries, by the values of its parameters.
-
-        Args:
-            attributes: of the trial, which may say where it comes from, and for which level.
-        """
+        """Read a trial's proposal from the values of its parameters, and its attributes."""
         choice = self.question.mixture.choice(values)
         known = attributes or {}
         program = self.question.mixture.program(choice)
@@ -164,7 +156,7 @@ class Search:
         return Proposal(str(program), known.get(SOURCE, ""), choice, level)
 
     def trial(self, stored: FrozenTrial, number: int) -> Trial:
-        """A finished trial of a study; of one that another objective measured its first value alone is known."""
+        """Read a finished trial of a study; of one that another objective measured only its first value is known."""
         measured = stored.user_attrs.get(MEASURED) or repr(stored.values)
         known = number, measured, *stored.params.values()
         if known not in self._trials:
@@ -172,18 +164,15 @@ class Search:
             if MEASURED in stored.user_attrs:
                 read = _rounded(json.loads(measured))
                 windows = {name: tuple(own) for name, own in read.pop("windows").items()}
-                found = self.question.valued(Program.parse(proposal.key), Quality(**read, windows=windows))
+                found = self.question.valued(proposal.program, Quality(**read, windows=windows))
             else:
                 value = stored.values[0] if stored.values else math.inf
                 found = Quality(value, divergence=value)
-            self._trials[known] = Trial(number, proposal, found)
+            self._trials[known] = Trial(**vars(proposal), number=number, measured=found)
         return self._trials[known]
 
     def finished(self, stored: Sequence[FrozenTrial]) -> list[Trial]:
-        """Of a study's trials those that are finished and say this search's edits, in order.
-
-        Their numbers are their places among those that were not given up.
-        """
+        """A study's finished trials of this search's edits, in order, numbered among those that were not given up."""
         kept = (one for one in stored if one.state != TrialState.FAIL)
         return [
             self.trial(one, place)
@@ -208,10 +197,11 @@ class Search:
             before = self.evaluator.sublayers
             measured = self.measure(proposal, earlier, races=proposal.source in SOURCES)
             ran = self.evaluator.sublayers - before
-        constraints = self.constraints(proposal, measured)
+        tried = Trial(**vars(proposal), number=trial.number, measured=measured)
+        constraints = self.constraints(tried)
         attributes = {
             PROGRAM: proposal.key,
-            EDITS: "; ".join(map(str, proposal.choice)),
+            EDITS: proposal.edits,
             SOURCE: proposal.source or str(sampler).removesuffix("Sampler"),
             MEASURED: json.dumps(asdict(measured)),  # readers of JSON do not agree on infinities and NaN
             SUBLAYERS: round(ran, 1),
@@ -220,7 +210,7 @@ class Search:
             trial.set_user_attr(name, value)
         for name, amount in constraints.items():
             trial.set_constraint(name, amount)
-        costs = self.costs(proposal, measured)
+        costs = self.costs(tried)
         if is_numbered and any(constraints.values()):
             return _OUTSIDE + math.fsum(constraints.values())
         if len(costs) > 1:
@@ -231,9 +221,9 @@ class Search:
         return costs[0]
 
     def measure(self, proposal: Proposal, earlier: Sequence[Trial], races: bool = True) -> Quality:
-        """Measure a proposal against the best of its kind so far; what is known already is not run again."""
-        program = Program.parse(proposal.key)
-        same = next((one.measured for one in earlier if one.proposal.key == proposal.key and one.measured.whole), None)
+        """Measure a proposal against the best of its kind so far, unless it is known."""
+        program = proposal.program
+        same = next((one.measured for one in earlier if one.key == proposal.key and one.measured.whole), None)
         passed = self.known.measured(program)
         drafting = self.question.drafting
         if passed is not None and (drafting is None or passed.knows(drafting.by)):
@@ -243,26 +233,25 @@ class Search:
             same = self.evaluator.measure([program], None if rival is None else rival.measured)[program]
         return self.question.valued(program, same)
 
-    def costs(self, proposal: Proposal, measured: Quality) -> list[float]:
-        """What a study has of a trial, by `question.settings.recorded`; what is not finite is as bad as can be said."""
-        found = self.question.pricing.costs(self.question.settings.recorded, Trial(0, proposal, measured))
+    def costs(self, trial: Trial) -> list[float]:
+        """A trial's values in a study, by `question.settings.recorded`; infinite ones are as bad as can be."""
+        found = self.question.pricing.costs(self.question.settings.recorded, trial)
         return [cost if math.isfinite(cost) else _WORST_COST for cost in found]
 
-    def constraints(self, proposal: Proposal, measured: Quality) -> dict[str, float]:
-        """How far a trial is from each limit of the budget, by the limit's text; 0 within it."""
+    def constraints(self, trial: Trial) -> dict[str, float]:
+        """A trial's shortfalls, by the limits' texts."""
         question = self.question
-        program = Program.parse(proposal.key)
         found = {}
         for limit in sorted(question.settings.limits, key=lambda limit: not limit.aspect.is_priced):
             if limit.aspect.is_priced:
-                (short,) = question.pricing.shortfalls([limit], program)
+                (short,) = question.pricing.shortfalls([limit], trial.program)
             else:
-                short = limit.lack(measured, question.original)
+                short = limit.lack(trial.measured, question.original)
             found[str(limit)] = min(short, _WORST)
         return found
 
     def _rival(self, proposal: Proposal, earlier: Sequence[Trial]) -> Trial | None:
-        """The best trial so far of the same level and, where spaces are looked at by themselves, of the same space.
+        """The best trial so far of the same level and, where a cost has levels, of the same space.
 
         None where programs are not compared by their divergence: only that is known before a program has run through.
         """
@@ -273,28 +262,31 @@ class Search:
             trial
             for trial in earlier
             if trial.measured.whole
-            and trial.proposal.level == proposal.level
-            and kind in (MIXTURE, self._space_of(trial.proposal.choice))
+            and trial.level == proposal.level
+            and kind in (MIXTURE, self._space_of(trial.choice))
         ]
         return min(same, key=lambda trial: (trial.measured.divergence, trial.number), default=None)
 
     @property
     def _is_by_divergence(self) -> bool:
-        return [str(one) for one in self.question.objectives if not one.is_priced] == ["divergence"]
+        return [one for one in self.question.objectives if not one.is_priced] == [DIVERGENCE]
 
     def _space_of(self, choice: Choice) -> str:
         spaces = {edit.space for edit in choice}
-        if len(spaces) == 1:
-            return spaces.pop()
-        return MIXTURE
+        return spaces.pop() if len(spaces) == 1 else MIXTURE
 
     def _proposer(self, question: PricedQuestion) -> Proposer:
         number = {edit: place for place, edit in enumerate(self.question.mixture.edits)}
         terms = self.terms.of([number[edit] for edit in question.mixture.edits])
-        known = self._known_choices
+        known = self.known_choices
         # Only divergence is predicted, and only where choices were measured before is there enough to be sure by.
-        sure = self.sure if known and self._is_by_divergence else None
-        found = Proposer(question.mixture, terms, question.prices, question.goals, self._value, known, sure)
+        sure = SURE if known and self._is_by_divergence else None
+        quality = [objective for objective in self.question.objectives if not objective.is_priced] or [DIVERGENCE]
+
+        def value(trial: Trial) -> float:
+            return self.question.pricing.costs(quality, trial)[0]
+
+        found = Proposer(question.mixture, terms, question.prices, question.goals, value, known, sure)
         found = replace(found, goals=found.goals_worth_trying)
         if self.question.drafting is None:
             return found
@@ -304,18 +296,12 @@ class Search:
         return promising
 
     @cached_property
-    def _known_choices(self) -> dict[Choice, float]:
+    def known_choices(self) -> dict[Choice, float]:
         return self.known.choices(self.question.mixture)
-
-    def _value(self, trial: Trial) -> float:
-        quality = [objective for objective in self.question.objectives if not objective.is_priced]
-        if quality:
-            return self.question.pricing.costs(quality, trial)[0]
-        return trial.measured.divergence
 
 
 def _rounded(value: Any) -> Any:
-    """A JSON value with the digits of its numbers that mean something."""
+    """Round the numbers of a JSON value to their significant digits."""
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
     if isinstance(value, Mapping):
@@ -330,17 +316,17 @@ POPULATION = 16  # of nsga2: searches have tens of trials, and Optuna's 50 would
 
 
 class SurgerySampler(BaseSampler):
-    """Asks a search's proposer what a study is to try next.
+    """Samples a search's proposals.
 
-    It goes by what each edit does alone, which is measured when it is first asked, and by the finished trials of the
-    study, whoever chose them; those that are running count as tried. Nothing in it is random. When nothing is left to
-    try it says the best trial's values again, and stops the study.
+    They go by the terms of single edits, which are measured when it is first asked, and by all finished trials of the
+    study; running ones count as tried. Nothing is random. When nothing is left to try it repeats the best trial's
+    values, and stops the study.
 
     Args:
         search: as `surgeon.SearchProblem` is one.
 
     Attributes:
-        is_exhausted: whether nothing was left when it was asked last.
+        is_exhausted: whether nothing was left the last time.
     """
 
     def __init__(self, search: Search) -> None:
@@ -369,7 +355,7 @@ class SurgerySampler(BaseSampler):
             self.is_exhausted = proposal is None
             if proposal is None:
                 best = min(finished, key=lambda one: (one.measured.divergence, one.number), default=None)
-                proposal = Proposal("", "", ()) if best is None else best.proposal
+                proposal = best or Proposal("", "", ())
             for name, value in ((PROGRAM, proposal.key), (SOURCE, proposal.source), (LEVEL, proposal.level)):
                 study._storage.set_trial_user_attr(trial._trial_id, name, value)  # as Optuna's samplers keep theirs
         return self.search.question.mixture.values(proposal.choice)
@@ -402,12 +388,7 @@ SAMPLERS = (SURGEON, *OTHERS)
 
 
 def make_sampler(search: Search, name: str, seed: int = 0) -> BaseSampler:
-    """A sampler for the studies of a search.
-
-    Raises:
-        ValueError: if there is none of that name, or it is for one objective and the search has several.
-        ImportError: if it needs a package that is not installed.
-    """
+    """Make a sampler for the studies of a search."""
     require_sampler(name, len(search.question.settings.recorded))
     if name == SURGEON:
         return SurgerySampler(search)

@@ -1,9 +1,10 @@
 """A search as an Optuna study that any number of workers share.
 
-Every worker runs Optuna's own loop over the same storage: it asks by all that is finished, takes what is running as
-tried, measures and tells. Nobody leads and nobody waits for others, but at the end. Trials of processes that are gone
-are failed, which counts for nothing, so that they are asked for again: in a database Optuna's heartbeats say so, and
-of processes of this machine the machine.
+Every worker runs Optuna's own loop over the same storage: it asks by all finished trials, takes running ones as tried,
+measures and tells. Nobody leads, and nobody waits for others but at the end. Trials of dead processes are failed, so
+that they are asked for again: Optuna's heartbeats in a database tell of them, and of this machine's its process table.
+
+A study lies in a PostgreSQL database that many machines reach, or in a SQLite or journal file of one machine.
 """
 
 from __future__ import annotations
@@ -11,19 +12,213 @@ from __future__ import annotations
 import json
 import os
 import platform
+import random
+import re
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import optuna
 import psutil
-from optuna.exceptions import ExperimentalWarning, UpdateFinishedTrialError
+from optuna.exceptions import ExperimentalWarning, StorageInternalError, UpdateFinishedTrialError
+from optuna.storages import BaseStorage, JournalStorage, RDBStorage
+from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+from optuna.storages.journal._file import get_lock_file
 from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy import URL, event, exc, make_url
 
+from surgeon.errors import did_you_mean, first_line, full_disk, is_full_disk, naming
+from surgeon.processes.files import make_folder
+from surgeon.provenance import without_password
 from surgeon.searches.search import PROGRAM
-from surgeon.searches.storage import StudyStorage, say_aside
+from surgeon.searches.workers import say_aside
+
+JOURNAL_FILE = "study.log"
+KINDS = "postgresql://user@host/database, sqlite:///file or journal:file"
+JOURNAL_BEGINS = b'{"op_code":'
+TRIES = 20  # of opening a database that another worker is just setting up
+SECONDS_LOCKED = 60.0  # that a SQLite file may be busy before it counts as away
+# Seconds to wait for a connection, and for a server that says nothing any more.
+ANSWER = 10
+SILENCE = 30
+# Seconds between two signs of life of a worker, and without any until its trial is lost.
+HEARTBEAT = 15
+GRACE = 90
+
+
+@dataclass(frozen=True)
+class StudyStorage:
+    """An open storage.
+
+    Attributes:
+        place: its address, as messages and records show it: without a password.
+        file: where it lies on a disk of this machine.
+    """
+
+    backend: BaseStorage
+    place: str
+    file: Path | None = None
+
+
+@contextmanager
+def naming_storage(storage: StudyStorage) -> Iterator[None]:
+    """Turn a storage's errors into ones that name it: ValueError if the study is gone, else OSError."""
+    try:
+        yield
+    except (StorageInternalError, exc.SQLAlchemyError, OSError) as error:
+        if is_full_disk(error):
+            raise full_disk(storage.file or storage.place) from error
+        if isinstance(error, OSError):
+            raise
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        said = without_password(first_line(cause))  # by the driver
+        raise OSError(f"{storage.place}: {said}; the same command goes on from there") from error
+
+
+def open_storage(address: str | None, output: Path) -> StudyStorage:
+    """Open a storage, one of `KINDS`, and set it up if it is new; without an address, a file in the output folder.
+
+    Raises:
+        ValueError, OSError, ImportError: if there is no such storage, or it cannot be used; without its password.
+    """
+    if address is None:
+        make_folder(output)
+        return _open_journal(output / JOURNAL_FILE)  # of which a trial costs a 20th of what it costs SQLite
+    kind, _, rest = address.partition(":")
+    if kind == "journal":
+        return _open_journal(Path(rest))
+    if kind not in ("sqlite", "postgres", "postgresql") and not kind.startswith("postgresql+"):
+        known = did_you_mean(kind, ["postgresql", "sqlite", "journal"])
+        raise ValueError(f"{without_password(address)!r} is no storage; {known} (write {KINDS})")
+    try:
+        url = make_url(address)
+    except (exc.ArgumentError, ValueError) as error:
+        raise ValueError(f"{without_password(address)!r} is no address; it should be {KINDS}") from error
+    if kind == "sqlite":
+        if not url.database or url.database == ":memory:":
+            raise ValueError(f"{address!r} names no file; it should be sqlite:///file")
+        return _open_sqlite(Path(url.database))
+    return _open_server(url)
+
+
+def _open_sqlite(path: Path) -> StudyStorage:
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.parent} to keep the study in; make it first")
+    url = URL.create("sqlite", database=str(path))
+    try:
+        with naming(path):
+            backend = _set_up(url, {"connect_args": {"timeout": SECONDS_LOCKED}})
+    except exc.DatabaseError as error:
+        raise OSError(f"{path} cannot hold a study: {first_line(error.orig or error)}; use another file") from error
+    # Every transaction locks the file from its beginning. By default SQLite locks it at the first change, and Python's
+    # module begins none before: two workers could both find a trial waiting, and both take it.
+    backend.engine.dispose()  # of connections that began otherwise
+    event.listen(backend.engine, "connect", lambda connection, _: setattr(connection, "isolation_level", None))
+    event.listen(backend.engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
+    return StudyStorage(backend, f"sqlite:///{path}", file=path)
+
+
+def _open_server(url: URL) -> StudyStorage:
+    driver = url.drivername.partition("+")[2] or "psycopg"
+    url = url.set(drivername=f"postgresql+{driver}")
+    place = without_password(url.set(drivername="postgresql").render_as_string(hide_password=True))
+    patience: dict[str, Any] = {}
+    if driver.startswith("psycopg"):  # they hand these on to libpq, which else waits a quarter of an hour
+        alive = {"keepalives_idle": SILENCE, "keepalives_interval": ANSWER, "keepalives_count": 3}
+        patience = {"connect_timeout": ANSWER, "tcp_user_timeout": 1000 * SILENCE, **alive}
+    arguments = {name: value for name, value in patience.items() if name not in url.query}
+    try:
+        backend = _set_up(url, {"connect_args": arguments, "pool_pre_ping": True})
+    except ImportError as error:
+        raise ImportError(
+            f"the driver of PostgreSQL ({driver}) is not installed; pip install 'surgeon[postgres]'"
+        ) from error
+    except (exc.SQLAlchemyError, StorageInternalError) as error:
+        raise _explained(error, url, place) from None  # what it was raised from may quote the address
+    return StudyStorage(backend, place)
+
+
+def _explained(error: BaseException, url: URL, place: str) -> OSError:
+    """Explain a server's refusal in one line, without a password."""
+    link: BaseException | None = error
+    while link is not None and not isinstance(link, exc.DBAPIError):
+        link = link.__cause__
+    lines = str((link.orig if isinstance(link, exc.DBAPIError) else None) or error).strip().splitlines() or [""]
+    telling = [line for line in lines if "FATAL:" in line or "ERROR:" in line or "failed:" in line]
+    said = " ".join((telling or lines)[0].rpartition("failed: ")[2].split())  # the server's or the driver's last words
+    for secret in filter(None, [url.password, url.query.get("password")]):
+        said = said.replace(str(secret), "***")
+    if re.search(r'database "[^"]*" does not exist', said):
+        flags = "".join(f" -{f} {v}" for f, v in {"h": url.host, "p": url.port, "U": url.username}.items() if v)
+        return OSError(f"there is no database {url.database!r} at {place}; make it: createdb{flags} {url.database}")
+    if re.search(r'role "[^"]*" does not exist', said):
+        return OSError(f"{place} knows no user {url.username!r}; make one, createuser NAME, or give another's name")
+    if "no password supplied" in said or "password authentication failed" in said:
+        wrong = f"does not take the password of {url.username!r}"
+        if "no password" in said:
+            wrong = "asks for a password"
+        return OSError(f"{place} {wrong}; put the right one into ~/.pgpass, or into PGPASSWORD")
+    if "permission denied" in said:
+        return OSError(f"{place} does not let {url.username!r} make tables ({said}); use a database that is theirs")
+    if isinstance(error, exc.OperationalError):
+        return OSError(f"{place} cannot be reached ({said}); see that it runs, and that the address is right")
+    return OSError(f"{place} cannot hold a study: {said}")
+
+
+def _set_up(url: URL, engine: dict[str, Any]) -> RDBStorage:
+    """Open a database and make its tables; several workers may be at it at once."""
+    text = url.render_as_string(hide_password=False).replace("{", "{{").replace("}", "}}")  # optuna formats it
+    for left in reversed(range(TRIES)):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ExperimentalWarning)  # of heartbeats
+                return RDBStorage(text, engine, heartbeat_interval=HEARTBEAT, grace_period=GRACE)
+        except (exc.IntegrityError, exc.OperationalError, exc.ProgrammingError) as error:
+            locked = "database is locked" in str(error.orig)
+            raced = isinstance(error, exc.IntegrityError) or "already exists" in str(error) or locked
+            if not raced or not left:
+                raise
+            time.sleep(random.uniform(0.05, 0.2))
+        except RuntimeError as error:
+            raise ValueError(f"{without_password(str(url))}: {' '.join(str(error).split())}") from error
+    raise AssertionError("the last try raises")
+
+
+def _open_journal(path: Path) -> StudyStorage:
+    if not path.name or not path.parent.is_dir():
+        raise FileNotFoundError(f"journal:{path} lies in no folder that is there; make it first, or name another file")
+    if path.is_dir():
+        raise IsADirectoryError(f"journal:{path} is a folder; name a file in it")
+    first = b""
+    if path.exists():
+        with path.open("rb") as file:
+            first = file.read(len(JOURNAL_BEGINS))
+    if not JOURNAL_BEGINS.startswith(first):
+        raise ValueError(f"{path} is no journal of a study; name another file")
+    with naming(path):
+        lock = JournalFileSymlinkLock(str(path))
+        journal = JournalFileBackend(str(path), lock)
+        # What a full disk or a lost machine has left of a last line is taken away: Optuna could not read on behind it.
+        with get_lock_file(lock), path.open("r+b") as file:
+            text = file.read()
+            if not text.endswith(b"\n"):
+                file.truncate(text.rfind(b"\n") + 1)
+        try:
+            for line in path.read_bytes().splitlines():  # Optuna passes over a last line that it cannot read
+                json.loads(line)
+            return StudyStorage(JournalStorage(journal), f"journal:{path}", path)
+        except (ValueError, AssertionError, AttributeError, LookupError, TypeError) as error:
+            raise ValueError(
+                f"{path} is damaged: it has a line that is no entry of a study ({type(error).__name__}: "
+                f"{first_line(error)}); take it out, or name another file to begin anew"
+            ) from error
+
 
 # Attributes of the study.
 SETTINGS = "settings"
@@ -46,11 +241,8 @@ def open_study(storage: StudyStorage, name: str, settings: Mapping[str, Any], me
 
     Args:
         name: of the study; a storage can have many.
-        settings: what the study is about, as JSON values.
-        metrics: names of what is to be small.
-
-    Raises:
-        ValueError: if the storage has a study of this name with other settings.
+        settings: of the search, as JSON values.
+        metrics: names of the values to minimise.
     """
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     directions = [optuna.study.StudyDirection.MINIMIZE] * len(metrics)
@@ -72,7 +264,7 @@ def open_study(storage: StudyStorage, name: str, settings: Mapping[str, Any], me
 
 
 def kept(study: optuna.Study, name: str, compute: Callable[[], Any]) -> Any:
-    """A JSON value that all workers need, kept in the study by the first who has computed it."""
+    """Compute a JSON value that all workers need once, and keep it in the study."""
     identifier = study._study_id
     backend = study._storage
     if name not in backend.get_study_system_attrs(identifier):
@@ -83,7 +275,7 @@ def kept(study: optuna.Study, name: str, compute: Callable[[], Any]) -> Any:
 
 
 def counted(study: optuna.Study) -> list[FrozenTrial]:
-    """All trials that were not given up, by their numbers."""
+    """List the trials that were not given up."""
     return study.get_trials(deepcopy=False, states=COUNTED)
 
 
@@ -94,21 +286,23 @@ def run_trials(
     until: float | None,
     tell: Callable[[FrozenTrial], object],
 ) -> None:
-    """Work until the study has so many trials, or no more can be asked for, with all other workers that do.
-
-    Args:
-        until: when no more are begun, by `time.monotonic`, once there are some.
-        tell: gets each trial that is finished from now on, by this worker or others.
-    """
-    session = _Session(study, trials, until, tell)
+    """Work with all other workers until the study has so many trials, or no more can be asked for."""
+    told = {one.number for one in counted(study) if one.state in FINISHED}
     # Numbers of processes are given again.
     me = [platform.node(), os.getpid(), psutil.Process().create_time()]
 
+    def is_open() -> bool:
+        is_over = until is not None and time.monotonic() >= until and bool(told)
+        return not is_over and len(counted(study)) < trials
+
+    def after(study: optuna.Study, _: FrozenTrial) -> None:
+        _tell_new(study, told, tell)
+        if not is_open():
+            study.stop()
+
     def measure(trial: optuna.Trial) -> Any:
         trial.set_user_attr(WORKER, me)
-        if sum(one.number < trial.number for one in counted(study)) >= trials:
-            raise NotTried
-        if _is_twin(study, trial):
+        if sum(one.number < trial.number for one in counted(study)) >= trials or _is_twin(study, trial):
             raise NotTried
         found = objective(trial)
         if getattr(study.sampler, "is_exhausted", False):  # it has said the best trial once more
@@ -118,54 +312,30 @@ def run_trials(
     states_then: list[TrialState] | None = None
     while True:
         _fail_lost(study, me)
-        if session.is_open() and states_then != _states(study):  # else nothing was left to ask for, and nothing is new
-            study.optimize(measure, callbacks=[session], catch=(NotTried,))
-            states_then = _states(study)
-        session.look()
+        # Else nothing was left to ask for, and nothing is new.
+        if is_open() and states_then != [one.state for one in counted(study)]:
+            study.optimize(measure, callbacks=[after], catch=(NotTried,))
+            states_then = [one.state for one in counted(study)]
+        _tell_new(study, told, tell)
         if not _running(study):
             return
         time.sleep(SECONDS_BETWEEN_LOOKS)
 
 
-class _Session:
-    """What a worker has been told of so far, and whether more trials are begun; stops Optuna's loop when none are."""
-
-    def __init__(
-        self, study: optuna.Study, trials: int, until: float | None, tell: Callable[[FrozenTrial], object]
-    ) -> None:
-        self.study = study
-        self.trials = trials
-        self.until = until
-        self.tell = tell
-        self.known = {one.number for one in counted(study) if one.state in FINISHED}
-
-    def __call__(self, study: optuna.Study, trial: FrozenTrial) -> None:  # noqa: ARG002 - as Optuna calls it
-        self.look()
-        if not self.is_open():
-            study.stop()
-
-    def look(self) -> None:
-        for one in counted(self.study):
-            if one.state in FINISHED and one.number not in self.known:
-                self.known.add(one.number)
-                self.tell(one)
-
-    def is_open(self) -> bool:
-        is_over = self.until is not None and time.monotonic() >= self.until and bool(self.known)
-        return not is_over and len(counted(self.study)) < self.trials
-
-
-def _states(study: optuna.Study) -> list[TrialState]:
-    return [one.state for one in counted(study)]
+def _tell_new(study: optuna.Study, told: set[int], tell: Callable[[FrozenTrial], object]) -> None:
+    for one in counted(study):
+        if one.state in FINISHED and one.number not in told:
+            told.add(one.number)
+            tell(one)
 
 
 def _running(study: optuna.Study) -> list[FrozenTrial]:
-    """Trials that workers run; those that a notebook asked for are left to it."""
+    """List trials that workers run; a notebook's are left to it."""
     return [one for one in counted(study) if one.state == TrialState.RUNNING and WORKER in one.user_attrs]
 
 
 def _is_twin(study: optuna.Study, trial: optuna.Trial) -> bool:
-    """Whether another trial has the same program, and was there first: two workers have asked at the same moment."""
+    """Tell whether an earlier trial has the same program, as when two workers ask at the same moment."""
     _ = trial.relative_params  # asks the sampler, which Optuna else does when the first parameter is wanted
     program = study._storage.get_trial(trial._trial_id).user_attrs.get(PROGRAM)
     if program is None:  # samplers of Optuna name none; what they say twice is not measured again
@@ -183,7 +353,7 @@ def _is_twin(study: optuna.Study, trial: optuna.Trial) -> bool:
 
 
 def _has_ended(machine: str, number: int, began: float) -> bool:
-    """Whether a process is known to have ended; of other machines' processes that cannot be known from here."""
+    """Tell whether a process of this machine has ended."""
     if machine != platform.node():
         return False
     try:

@@ -1,12 +1,12 @@
 """The terms that damage is predicted from: of every edit alone, and of every two of them, from single edits only.
 
-To second order the divergence of a changed model is a quadratic form of what the change does to the logits,
+To second order the divergence of a changed model is a quadratic form of the change of the logits,
 
     KL(p || q) = 1/2 Var_p(delta) + ...,        delta = the change of the logits, p the original's probabilities,
 
-and what two small edits do to the logits adds up. So what they do together beyond the sum is Cov_p(delta_i, delta_j),
-which needs both edits alone and never the two together: n programs give all n (n - 1) / 2 terms. Edits are not small,
-so covariances are used as correlations, and scaled by what the two edits were measured to do.
+and the changes of two small edits add up. So together they do Cov_p(delta_i, delta_j) beyond the sum, which needs both
+edits alone and never the two together: n programs give all n (n - 1) / 2 terms. Edits are not small, so covariances are
+used as correlations, and scaled by the two edits' measured divergences.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _WORST = 1e3  # nats: a model that is broken, whatever else it is
 
 @dataclass(frozen=True)
 class Terms:
-    """What is known of edits, in the order of `Mixture.edits`.
+    """The terms of edits, in the order of `Mixture.edits`.
 
     Attributes:
         divergence: (n,), of each edit alone, nats per token; infinite where it breaks the model.
-        correlation: (n, n), of what edits do to the logits, from -1 to 1; 0 where it is not known.
-        tokens: of the text, on which those were measured that had to be.
+        correlation: (n, n), of the edits' changes of the logits, from -1 to 1; 0 where it is not known.
+        tokens: of the text that was measured on.
         sublayers: that ran for them, in passes over all of the text.
     """
 
@@ -57,7 +57,7 @@ class Terms:
 
     @property
     def damage(self) -> Damage:
-        """The prediction that they make: the cross term of two edits is 2 rho sqrt(d_i d_j)."""
+        """The predicted damage: the cross term of two edits is 2 rho sqrt(d_i d_j)."""
         alone = np.minimum(np.maximum(self.divergence, 0.0), _WORST)
         amplitude = np.sqrt(alone)
         cross = 2 * self.correlation * np.outer(amplitude, amplitude)
@@ -69,7 +69,7 @@ class Terms:
         return Terms(self.divergence[index], self.correlation[np.ix_(index, index)])
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values, rounded to what matters."""
+        """Round them to significant digits, as JSON values."""
         upper = self.correlation[np.triu_indices(len(self.divergence), 1)]
         return {
             "divergence": [float(f"{value:.9g}") for value in self.divergence],
@@ -89,7 +89,7 @@ class Terms:
 
 @torch.inference_mode()
 def covariances(head: OutputHead, original: Tensor, changed: Sequence[Tensor]) -> Tensor:
-    """Cov_p of what changes do to the logits, the mean over tokens: (n, n), float64.
+    """Cov_p of changes of the logits, the mean over tokens: (n, n), float64.
 
     Args:
         original: (tokens, hidden), the unedited model's stream after its final norm.
@@ -118,13 +118,12 @@ def correlations(covariance: Tensor) -> Numbers:
 
 @dataclass(frozen=True)
 class TermsPlan:
-    """What is measured of edits, on the beginning of the text.
+    """The measurements of edits, on the beginning of the text.
 
     Attributes:
         programs: of each edit alone.
         known: (n,), the divergence of each where that is known, else NaN.
-        run: (n,), which of them run: those that are not known are measured then, and correlations are found with all
-            that run.
+        run: (n,), which of them run: for their divergence if that is not known, and for correlations.
         foreseen: (n,), a number that rises with the divergence of edits of one group, by which those that are neither
             known nor run are estimated.
         groups: (n,), the number of each one's group.
@@ -147,12 +146,9 @@ class TermsPlan:
         return cls(programs, nothing, every, nothing, np.zeros(len(programs), dtype=np.int64), original)
 
     def tokens(self, ids: Tensor) -> int:
-        """Of the text, that each edit runs on which is measured: whole windows, or a part of the first one.
+        """Choose the tokens that each measured edit runs on: whole windows, or a part of the first one.
 
         So many that no more runs than in `_RUNS` of the original, but `_LEAST_TOKENS` at least, where there are these.
-
-        Args:
-            ids: (windows, tokens), the text.
         """
         window = ids.shape[1]
         wanted = min(_TOKENS, ids.numel())
@@ -180,12 +176,12 @@ class TermsPlan:
         return {windows: [*programs] for windows, programs in runs.items() if programs}
 
     def work(self, ids: Tensor) -> float:
-        """How many sublayers run, in passes over all of the text."""
+        """Count the sublayers to run, in passes over all of the text."""
         part = min(self.tokens(ids), ids.shape[1]) / ids.numel()  # of the text, that is run of each window
         return sum(share(programs).total_sublayers * len(run) * part for run, programs in self.runs(ids).items())
 
     def completed(self, divergence: Numbers) -> Numbers:
-        """(n,), with estimates for those that are NaN: a power of what was foreseen, fitted to the others of the group.
+        """(n,), with estimates for NaN: a power of the foreseen numbers, fitted to the others of the group.
 
         Where fewer than three of a group are known they are as bad as the worst of these, or of all.
         """
@@ -238,7 +234,7 @@ def measure_terms(evaluator: Evaluator, plan: TermsPlan) -> Terms:
 
 
 def _sampled(head: OutputHead, stream: Tensor, programs: int) -> Tensor:
-    """What is predicted from at some of the tokens, evenly spread: as many as leave room for those of all programs."""
+    """Normed streams at some of the tokens, evenly spread: as many as leave room for those of all programs."""
     hidden = head.predicting(stream)
     room = _SAMPLE_BYTES // (4 * hidden.shape[1] * max(1, programs))
     rows = min(len(hidden), _SAMPLE, max(_LEAST_SAMPLE, room))

@@ -1,8 +1,8 @@
-"""Honest winners: the best trials are measured again on text that the search did not see.
+"""Winners of a search, measured again on held-out text.
 
-The best of many trials is best in part by luck, on the text that it was chosen on. On held-out text its number is an
-honest one, and it is compared with the runners-up window by window: which windows are hard is the same for both, so
-that the difference is known far better than either number. With several runners-up the intervals hold together with
+The best of many trials is best in part by luck, on the text that it was chosen on. On held-out text its number is
+unbiased, and it is compared with the runners-up window by window: hard windows are hard for both, so that the
+difference is known far better than either number. With several runners-up the intervals hold together with
 95% (Bonferroni: each is one of 1 - 0.05 / k). A program is called better only where the interval excludes 0.
 """
 
@@ -10,25 +10,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from surgeon.findings.edit import Choice
 from surgeon.findings.trials import DRAFT_TIME
 from surgeon.language.program import Program
 from surgeon.processes.files import finite
-from surgeon.quality.summary import ACCEPTANCES, CONFIDENCE, Quality, interval
+from surgeon.quality.summary import ACCEPTANCES, CONFIDENCE, Quality, Values, interval
 from surgeon.searches.front import QualityCurve, pareto_front
 from surgeon.searches.mixture import Mixture, Trial
-from surgeon.searches.priced import PricedQuestion
 from surgeon.searches.quantities import DRAFT, Aspect
+from surgeon.searches.question import PricedQuestion
 from surgeon.words import in_words, listed
 
 Measured = Literal["divergence", "perplexity", "draft_time"]
-Evaluate = Callable[[Sequence[Program]], Mapping[Program, Quality]]
 RUNNERS_UP = 4
 _UNITS = {
     "divergence": "nats per token",
@@ -39,32 +37,19 @@ _UNITS = {
 
 @dataclass(frozen=True)
 class Finalist:
-    """A trial and what is known of it on both texts.
+    """A trial on both texts, and of a runner-up, against the search's winner.
 
     Attributes:
         unseen: on held-out text.
-    """
-
-    trial: Trial
-    unseen: Quality
-
-    def to_json(self) -> dict[str, Any]:
-        qualities = {"seen": quality_json(self.trial.measured), "unseen": quality_json(self.unseen)}
-        return {"trial": self.trial.number, "program": self.trial.proposal.key, **qualities}
-
-
-@dataclass(frozen=True)
-class RunnerUp(Finalist):
-    """A finalist against the search's winner.
-
-    Attributes:
         difference: winner's less runner-up's mean over held-out windows, below 0 where the winner is better; in nats.
         low, high: its interval; all runners-up's hold together with 95%. Infinite where it cannot be told.
     """
 
-    difference: float
-    low: float
-    high: float
+    trial: Trial
+    unseen: Quality
+    difference: float | None = None
+    low: float = -math.inf
+    high: float = math.inf
 
     @property
     def verdict(self) -> Literal["better", "not told apart", "worse"]:
@@ -75,8 +60,12 @@ class RunnerUp(Finalist):
         return "not told apart"
 
     def to_json(self) -> dict[str, Any]:
-        difference = {"difference": self.difference, "low": self.low, "high": self.high, "verdict": self.verdict}
-        return {**finite(difference), **super().to_json()}
+        found: dict[str, Any] = {}
+        if self.difference is not None:
+            known = {"difference": self.difference, "low": self.low, "high": self.high, "verdict": self.verdict}
+            found = finite(known)
+        qualities = {"seen": quality_json(self.trial.measured), "unseen": quality_json(self.unseen)}
+        return found | {"trial": self.trial.number, "program": self.trial.key} | qualities
 
 
 @dataclass(frozen=True)
@@ -84,19 +73,19 @@ class HeldOutComparison:
     """The search's winner and its runners-up on held-out text.
 
     Attributes:
-        by: what they are compared by.
+        by: the number that they are compared by.
         searched: of least cost on the text of the search.
         original: the unedited model on held-out text.
     """
 
     by: Measured
     searched: Finalist
-    runners_up: tuple[RunnerUp, ...]
+    runners_up: tuple[Finalist, ...]
     original: Quality
 
     @property
     def chosen(self) -> Finalist:
-        """The winner: that of the search, unless runners-up are better on held-out text; then the best of those."""
+        """The search's winner, unless runners-up are better on held-out text; then the best of those."""
         ahead = [one for one in self.runners_up if one.verdict == "worse"]
         return min(ahead, key=lambda one: quality_by(one.unseen, self.by), default=self.searched)
 
@@ -109,7 +98,7 @@ class HeldOutComparison:
         return (self.searched, *self.runners_up)
 
     def lines(self) -> list[str]:
-        """What was found, in sentences; the word better only where the interval excludes 0."""
+        """Describe it in sentences; the word better only where the interval excludes 0."""
         first = self.searched
         windows = len(self.searched.unseen.by_window("divergence"))
         seen, unseen = (quality_by(each, self.by) for each in (first.trial.measured, first.unseen))
@@ -125,18 +114,13 @@ class HeldOutComparison:
             )
         return found
 
-    def verdicts(self, qualities: Callable[[RunnerUp], Iterable[Quality]]) -> Iterator[str]:
-        """A sentence on each runner-up that the winner is told apart from, and one on all others.
-
-        Args:
-            qualities: whose numbers stand in a runner-up's sentence.
-        """
+    def verdicts(self, qualities: Callable[[Finalist], Iterable[Quality]]) -> Iterator[str]:
+        """Yield a sentence on each runner-up that the winner is told apart from, and one on all others."""
         winner = f"trial {self.searched.trial.number} is"
         count = len(self.runners_up)
-        if count == 1:
-            share = f"{CONFIDENCE:.0%}"
-        else:
-            share = f"{CONFIDENCE:.0%} for all {count} intervals at once"
+        share = f"{CONFIDENCE:.0%}"
+        if count > 1:
+            share += f" for all {count} intervals at once"
         for one in self.runners_up:
             if one.verdict != "not told apart":
                 numbers = " and ".join(f"{quality_by(each, self.by):.4g}" for each in qualities(one))
@@ -199,7 +183,7 @@ class HealedFinalists:
         candidates = [
             {
                 "trial": one.trial.number,
-                "program": one.trial.proposal.key,
+                "program": one.trial.key,
                 "before": quality_json(one.unseen),
                 "after": quality_json(healed[one.trial.number]),
             }
@@ -215,39 +199,20 @@ class HealedFinalists:
         }
 
 
-def remeasure(
-    winner: Trial, runners_up: Sequence[Trial], dense: Program, evaluate: Evaluate, by: Measured = "divergence"
-) -> HeldOutComparison:
-    """Measure the winner and the runners-up, and the unedited model, on held-out text.
-
-    Args:
-        evaluate: measures programs on that text, all of its windows.
-        by: what they are compared by: their divergences, or their negative log-likelihoods.
-    """
-    programs = {trial.number: trial.program for trial in (winner, *runners_up)}
-    found = evaluate([dense, *programs.values()])
-    first, *others = (Finalist(trial, found[programs[trial.number]]) for trial in (winner, *runners_up))
-    return compare(first, others, found[dense], by)
-
-
 def compare(
     first: Finalist, others: Sequence[Finalist], original: Quality, by: Measured = "divergence"
 ) -> HeldOutComparison:
-    """Compare a winner with others, window by window of the same held-out text.
-
-    Args:
-        original: the unedited model on that text.
-    """
+    """Compare a winner with others, window by window of the same held-out text."""
     confidence = 1 - (1 - CONFIDENCE) / max(1, len(others))
     runners_up = []
     for other in others:
         difference = _windows(first.unseen, by) - _windows(other.unseen, by)
         low, high = interval(difference, confidence)
-        runners_up.append(RunnerUp(other.trial, other.unseen, float(np.mean(difference)), low, high))
+        runners_up.append(replace(other, difference=float(np.mean(difference)), low=low, high=high))
     return HeldOutComparison(by, first, tuple(runners_up), original)
 
 
-def _windows(measured: Quality, by: Measured) -> NDArray[np.float64]:
+def _windows(measured: Quality, by: Measured) -> Values:
     assert measured.whole, "finalists are measured on all of the held-out text"
     if by == "perplexity":
         return measured.by_window("nll")
@@ -263,7 +228,7 @@ def quality_by(measured: Quality, by: Measured) -> float:
 
 
 def quality_json(measured: Quality) -> dict[str, float | None]:
-    """A quality's numbers as JSON values; what is not finite is None."""
+    """Write a quality's numbers as JSON values; None for what is not finite."""
     names = ("perplexity", "divergence", "divergence_low", "divergence_high", "tokens")
     accepted = (name for name in ACCEPTANCES if measured.knows(name))
     known = {name: getattr(measured, name) for name in (*names, *accepted)}
@@ -276,12 +241,7 @@ def quality_json(measured: Quality) -> dict[str, float | None]:
 def against_most_salient(
     mixture: Mixture, choice: Choice, measured: Mapping[Program, Quality], text: str
 ) -> str | None:
-    """In a sentence, window by window of the same text; None where the choice has no experts to choose.
-
-    Args:
-        measured: the programs of both choices, on all of a text.
-        text: what that is.
-    """
+    """Compare a choice of experts with the most salient ones in a sentence; None where it has none to choose."""
     if not any(edit in mixture.most_salient for edit in choice):
         return None
     salient = mixture.with_most_salient(choice)
@@ -303,12 +263,9 @@ KEPT = 1.10  # of the unedited model's perplexity, where no knee says what is en
 def choose(
     question: PricedQuestion, trials: Sequence[Trial], curves: Sequence[QualityCurve]
 ) -> tuple[list[Trial], str]:
-    """The winner and its runners-up, the best first, with what it is the best of.
+    """Choose the winner and its runners-up, the best first, with a description of the choice.
 
-    Runners-up cost the same where a cost is looked along: of a dearer program it is no news that it is closer.
-
-    Args:
-        curves: of quality against what is looked along.
+    Runners-up cost the same where a cost has levels: it is no news that a dearer program is closer.
 
     Raises:
         ValueError: if no trial is within the budget; it says the nearest.
@@ -324,16 +281,16 @@ def choose(
         return _as_dear(question, ranked(question, within)), words
     if len(question.objectives) > 1:
         front = pareto_front(within, question.objectives, question.pricing)
-        costs = np.array([point.costs for point in front])
+        costs = np.array([question.costs(trial) for trial in front])
         width = np.ptp(costs, axis=0)  # each objective is scaled to its range on the front
         distance = np.linalg.norm((costs - costs.min(axis=0)) / np.where(width > 0, width, 1), axis=1)
         words = "The point of the front nearest to the best of every objective"
-        return [front[int(distance.argmin())].trial], words
+        return [front[int(distance.argmin())]], words
     return _at_the_knee(question, within, curves)
 
 
 def _as_dear(question: PricedQuestion, best: Sequence[Trial]) -> list[Trial]:
-    """The first trial, and those that cost the same of what is looked along."""
+    """The first trial, and those of the same cost."""
     if question.has_one_best and not question.is_for_the_cheapest:
         return [*best]
     prices = [question.price(question.along[0], trial) for trial in best]
@@ -341,10 +298,7 @@ def _as_dear(question: PricedQuestion, best: Sequence[Trial]) -> list[Trial]:
 
 
 def compared_by(objectives: Sequence[Aspect]) -> Measured:
-    """What a winner and its runners-up are compared by on held-out text: of divergence and perplexity the first one.
-
-    Drafts are by the time of a token.
-    """
+    """Choose the number to compare finalists by: of divergence and perplexity the first; of drafts their time."""
     if any(objective.name == DRAFT for objective in objectives):
         return DRAFT_TIME
     names = [str(objective) for objective in objectives if str(objective) in get_args(Measured)]
@@ -354,13 +308,7 @@ def compared_by(objectives: Sequence[Aspect]) -> Measured:
 
 
 def ranked(question: PricedQuestion, trials: Sequence[Trial]) -> list[Trial]:
-    """Trials by what a winner is chosen by, the best first, one of each program; without those of no finite cost.
-
-    Of those that cost the same, as drafts do that do not pay, the closest to the unedited model come first.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """Rank trials of finite cost, the best first, one of each program; of equal costs the least divergence is first."""
     finite = [trial for trial in trials if math.isfinite(question.cost(trial))]
     if not finite:
         names = ", ".join(map(str, question.objectives))
@@ -370,16 +318,16 @@ def ranked(question: PricedQuestion, trials: Sequence[Trial]) -> list[Trial]:
         )
     best: dict[str, Trial] = {}
     for trial in sorted(finite, key=lambda trial: (question.cost(trial), trial.measured.divergence, trial.number)):
-        best.setdefault(trial.proposal.key, trial)
+        best.setdefault(trial.key, trial)
     return [*best.values()]
 
 
 def _at_the_knee(
     question: PricedQuestion, trials: Sequence[Trial], curves: Sequence[QualityCurve]
 ) -> tuple[list[Trial], str]:
-    """The best by quality among those that cost as little as the knee of all that was found, along the first cost.
+    """The best by quality among those as cheap as the knee of the first cost of `along`.
 
-    Where there is no knee, the cheapest that keep perplexity; if none does, the best by quality of all.
+    Without a knee, the cheapest that keep perplexity; if none does, the best by quality of all.
     """
     along = question.along[0]
     knee = [curve.knee.cost for curve in curves if curve.along == along][-1]

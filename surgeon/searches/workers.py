@@ -1,16 +1,14 @@
-"""Several processes of one machine that work on one search: its first one starts the others.
-
-They have nothing to do with each other but the study's storage, as processes on other machines do.
-"""
+"""Worker processes of a machine that share a search through its study's storage alone, as other machines do."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -18,27 +16,30 @@ from typing import Any, Self
 from surgeon.gpus import gpus_in_turn
 from surgeon.processes.children import Child, when_parent_ends
 from surgeon.processes.files import make_folder
-from surgeon.searches.storage import Say, say_aside
 from surgeon.threads import threads_per_rank
 
+Say = Callable[[str], None]
 FOLDER = "workers"  # in the output folder: what they say
 GIVEN = "SURGEON_WORKER"  # of a worker's environment, which others cannot read: addresses may have passwords
 SECONDS_TO_END = 20.0  # when all is done
 SECONDS_TO_STOP = 10.0  # when they are told to stop
 
 
-class WorkerProcesses:
-    """The workers of a machine beside the process that starts them, from entering to leaving a `with` block.
+def say_aside(line: str) -> None:
+    """Put a line on standard error."""
+    print(f"search: {line}", file=sys.stderr, flush=True)
 
-    At the end of the search they end by themselves. If the block is left by an error or Ctrl-C they are interrupted,
-    and give back what they were running; so they do when this process is killed. One that ends otherwise is told of,
-    and the others go on.
+
+class WorkerProcesses:
+    """The other workers of a machine, within a `with` block.
+
+    At the end of the search they end by themselves. Left by an error or Ctrl-C, the block interrupts them, and they
+    give back their trials; so they do when this process is killed. Other ends are reported, and the rest goes on.
 
     Args:
         count: of workers, this process among them.
-        command: what the interpreter is to run, as in ["-m", "surgeon.commands.search_worker"].
+        command: for the interpreter, as in ["-m", "surgeon.commands.search_worker"].
         given: to each of them, as JSON values; `given_to_worker` reads it.
-        folder: of the results; each worker writes what it has to say into a file in it.
     """
 
     def __init__(
@@ -71,18 +72,17 @@ class WorkerProcesses:
         self._stop(SECONDS_TO_END if kind is None else 0.0)
 
     def _start(self, index: int) -> None:
+        def watch() -> None:
+            if process.wait() and not self._ending:
+                self.say(f"worker {index} (process {process.pid}) {process.ending()}; the others go on")
+
         log = self.folder / f"{index}.log"
         log.unlink(missing_ok=True)  # of an earlier run
         environment = os.environ | gpus_in_turn(index) | {GIVEN: json.dumps([index, self.given])}
         process = Child(self.command, log, threads_per_rank(self.count), environment=environment)
         self.processes.append(process)
-        watch = threading.Thread(target=self._watch, args=(index, process), daemon=True)
-        watch.start()
-        self._watches.append(watch)
-
-    def _watch(self, index: int, process: Child) -> None:
-        if process.wait() and not self._ending:
-            self.say(f"worker {index} (process {process.pid}) {process.ending()}; the others go on")
+        self._watches.append(threading.Thread(target=watch, daemon=True))
+        self._watches[-1].start()
 
     def _stop(self, seconds: float) -> None:
         """Give them so long to end by themselves, then interrupt them."""
@@ -102,18 +102,14 @@ class WorkerProcesses:
 
 
 def given_to_worker() -> tuple[int, dict[str, Any]]:
-    """In a process that `WorkerProcesses` has started: which of them it is, from 1 on, and what it is given."""
+    """Read a worker's number, from 1 on, and its values."""
     index, given = json.loads(os.environ[GIVEN])
     return index, given
 
 
 @contextmanager
 def interruptible(index: int) -> Iterator[None]:
-    """While it lasts, SIGTERM is what Ctrl-C is, so that trials are given back: batch systems end jobs by it.
-
-    Args:
-        index: which worker of the machine this process is; all but 0 are interrupted when the first one has gone.
-    """
+    """Treat SIGTERM as Ctrl-C, so that trials are given back; all workers but 0 end with the first one, too."""
     if threading.current_thread() is not threading.main_thread():  # only that one can take signals
         yield
         return

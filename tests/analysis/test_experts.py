@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from surgeon.analysis.engine import memory
-from surgeon.analysis.experts import expert_use
+from surgeon.analysis.importance import expert_use
 from surgeon.findings.scan import Scan
 from surgeon.language.program import Program
 from surgeon.models.edit import edit

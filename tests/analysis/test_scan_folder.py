@@ -19,8 +19,8 @@ import pytest
 import torch
 
 import surgeon
-from surgeon.analysis import scan as scan_module
 from surgeon.analysis.cells import scan_cells
+from surgeon.analysis.engine import workers
 from surgeon.analysis.engine.measure import measure
 from surgeon.analysis.scan import JOURNAL
 from surgeon.findings.scan import Scan
@@ -42,7 +42,7 @@ WINDOWS, TOKENS = 5, 12
 def test_what_an_interrupted_scan_was_asked_for_is_not_asked_for_again(
     windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scan_module, "measure", stopping(3))
+    monkeypatch.setattr(workers, "measure", stopping(3))
     with pytest.raises(Stopped):
         run(tmp_path, windows)
     monkeypatch.undo()
@@ -55,7 +55,7 @@ def test_interrupted_and_resumed(
 ) -> None:
     run(tmp_path / "at-once", windows, batch=2)
     for after in stops:
-        monkeypatch.setattr(scan_module, "measure", stopping(after))
+        monkeypatch.setattr(workers, "measure", stopping(after))
         with pytest.raises(Stopped):
             run(tmp_path / "stopped", windows, batch=2)
         monkeypatch.undo()
@@ -82,7 +82,7 @@ def test_where_the_time_is_over_there_is_what_was_measured(
                 raise TimeOver
             yield measured
 
-    monkeypatch.setattr(scan_module, "measure", late)
+    monkeypatch.setattr(workers, "measure", late)
     if after == 0:
         with pytest.raises(TimeOver, match="before the first cell"):
             run(tmp_path / "late", windows, batch=batch)
@@ -119,7 +119,7 @@ def test_what_is_counted_is_what_runs(windows: Windows, tmp_path: Path, monkeypa
         bars.append([total, done])
         yield bars[-1].append
 
-    monkeypatch.setattr(scan_module, "progress", counted)
+    monkeypatch.setattr(workers, "progress", counted)
     run(tmp_path, windows, operations=["prune"], batch=WINDOWS)
     run(tmp_path, windows, operations=["prune", "merge", "parallel"], batch=WINDOWS)
     assert len(bars) == 2
@@ -292,7 +292,7 @@ def test_two_scans_do_not_write_to_one_folder(
             run(tmp_path, windows)
         raise Stopped
 
-    monkeypatch.setattr(scan_module, "measure", second)
+    monkeypatch.setattr(workers, "measure", second)
     with pytest.raises(Stopped):
         run(tmp_path, windows)
 

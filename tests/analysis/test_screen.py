@@ -14,8 +14,8 @@ import pytest
 import torch
 from scipy import stats
 
-from surgeon.analysis import scan as scan_module
 from surgeon.analysis.cells import scan_cells, select
+from surgeon.analysis.engine import workers
 from surgeon.analysis.scan import HOPELESS, JOURNAL, LARGEST_ERROR, SHARE_OF_DAMAGE, is_settled, rounds, scan, spread
 from surgeon.findings.scan import Scan
 from surgeon.language.program import Program
@@ -180,7 +180,7 @@ def test_interrupted_and_resumed(
     options = {"batch": 3, "permutations": 2}
     run(tmp_path / "at-once", windows, model, **options)
     for after in stops:
-        monkeypatch.setattr(scan_module, "measure", stopping(after))
+        monkeypatch.setattr(workers, "measure", stopping(after))
         with pytest.raises(Stopped):
             run(tmp_path / "stopped", windows, model, **options)
         monkeypatch.undo()

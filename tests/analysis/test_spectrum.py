@@ -17,7 +17,7 @@ from torch.nn import functional
 import surgeon
 from surgeon.analysis.engine import memory
 from surgeon.analysis.factors.program_run import ProgramRun
-from surgeon.analysis.spectrum_journal import JOURNAL
+from surgeon.analysis.spectrum import JOURNAL
 from surgeon.models.edit import program_of
 from surgeon.models.families import family_of
 from surgeon.quality.data import Windows

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import surgeon
-from surgeon.analysis.spectrum_journal import JOURNAL
+from surgeon.analysis.spectrum import JOURNAL
 from surgeon.quality.head import OutputHead
 from tests.analysis.spectra import LAYERS, run, text
 from tests.tiny_models import HIDDEN, tiny_model

@@ -8,7 +8,7 @@ import pytest
 
 from surgeon.commands.app import main
 from surgeon.cost.calibrate import MachineCalibration
-from surgeon.cost.hardware_file import load_hardware
+from surgeon.cost.hardware import load_hardware
 
 
 def test_a_file_is_written_that_predictions_read(

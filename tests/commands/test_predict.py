@@ -12,7 +12,7 @@ import pytest
 from matplotlib.image import imread
 
 import surgeon
-from surgeon.cost.hardware_file import parse_hardware
+from surgeon.cost.hardware import parse_hardware
 from surgeon.findings.prediction import Predictions
 from tests.commands.conftest import Run
 from tests.cost.examples import ROUND, SIZES

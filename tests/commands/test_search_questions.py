@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from surgeon.commands.app import main
 from surgeon.cost.deployment import Deployment
-from surgeon.cost.hardware_file import MACHINES, load_hardware
+from surgeon.cost.hardware import MACHINES, load_hardware
 from surgeon.cost.predict import predict
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program

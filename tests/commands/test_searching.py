@@ -24,7 +24,7 @@ def test_a_search_is_what_its_command_writes(tiny_checkpoint: Path, tiny_text: P
     assert main([*command, "--tokens", "128", "--window", "32", "-o", str(tmp_path / "theirs")]) == 0
     assert (tmp_path / "ours/trials.csv").read_bytes() == (tmp_path / "theirs/trials.csv").read_bytes()
     assert (tmp_path / "theirs/recipe.yaml").read_text().endswith(found.recipe.to_yaml())
-    assert str(found.recipe.program(4)) == str(found.program) == found.winner.trial.proposal.key
+    assert str(found.recipe.program(4)) == str(found.program) == found.winner.trial.key
     assert len(found.table()) == len(found.trials) == 3
     runners_up = [one.trial for one in found.winner.comparison.runners_up]
     assert runners_up

@@ -6,8 +6,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from surgeon.cost.hardware import Hardware
-from surgeon.cost.hardware_file import parse_hardware
+from surgeon.cost.hardware import Hardware, parse_hardware
 from surgeon.models.shapes import ModelShapes
 from surgeon.opened import Model
 

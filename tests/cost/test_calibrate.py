@@ -8,15 +8,7 @@ from typing import Any
 
 import pytest
 
-from surgeon.cost.calibrate import MachineCalibration, check_ranks, fit, hardware_text
-from surgeon.cost.deployment import Deployment
-from surgeon.cost.hardware import Hardware
-from surgeon.cost.hardware_file import parse_hardware
-from surgeon.cost.kernels import Numbers, RankSpeed
-from surgeon.cost.passes import PredictedRanks
-from surgeon.cost.plans import plan_on_paper
-from surgeon.cost.predict import predict
-from surgeon.cost.samples import (
+from surgeon.cost.calibrate import (
     BATCHES,
     EXCHANGES,
     NEW,
@@ -25,11 +17,20 @@ from surgeon.cost.samples import (
     SHORT,
     SIZES,
     WHOLE,
+    MachineCalibration,
     Round,
+    check_ranks,
+    fit,
+    hardware_text,
     matrices_of,
     merged,
     short_plan,
 )
+from surgeon.cost.deployment import Deployment
+from surgeon.cost.hardware import Hardware, parse_hardware
+from surgeon.cost.kernels import Numbers, RankSpeed
+from surgeon.cost.plans import plan_on_paper
+from surgeon.cost.predict import PredictedRanks, predict
 from surgeon.cost.work import Forward
 from surgeon.cost.workload import Workload
 from surgeon.language.operations import fuse_attention_mlp, ladder, pair
@@ -172,7 +173,7 @@ def sorted_middle(values: Any) -> float:
 
 
 def test_real_ranks_give_a_whole_file(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("surgeon.cost.samples.EXCHANGES", EXCHANGES // 10)
+    monkeypatch.setattr("surgeon.cost.calibrate.EXCHANGES", EXCHANGES // 10)
     plans = {ranks: make_plan(tiny_checkpoint, ranks, 64) for ranks in (1, 2)}
     model = shapes(num_hidden_layers=plans[1].layers, **_sizes(tiny_checkpoint))
     calibration = MachineCalibration(model, plans, rounds=2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgeon.cost.clocks import Burst, Costs, RankClock, Swap, Transfer, pass_seconds
+from surgeon.cost.clocks import Burst, Costs, RankClock, Transfer, pass_seconds
 from surgeon.language.operations.ladder import ladder
 from surgeon.language.program import Fork, Program, Step
 from surgeon.runtime.plan.placement import Group
@@ -21,10 +21,10 @@ class Alike(Costs):
 
     step: Burst
     reduction: Transfer
-    inside: tuple[Burst | Swap, ...] = ()
+    inside: tuple[Burst | Transfer, ...] = ()
     second: Burst | None = None
 
-    def items(self, rank: int, step: Step) -> Sequence[Burst | Swap]:  # noqa: ARG002
+    def items(self, rank: int, step: Step) -> Sequence[Burst | Transfer]:  # noqa: ARG002
         return (self.step, *self.inside)
 
     def part(self, node: Step | Fork, group: Group) -> Tensor:  # noqa: ARG002
@@ -109,7 +109,7 @@ def test_collectives_take_from_what_computes_meanwhile() -> None:
 
 
 def test_what_ranks_exchange_inside_a_step_is_waited_for() -> None:
-    inside = Swap((0, 1), Transfer(shared=1.0)), Burst(0.5)
+    inside = Transfer(shared=1.0, group=(0, 1)), Burst(0.5)
     one = clock(Program.parse("A0 F0"), Alike(Burst(2.0), Transfer(shared=0.25), inside))
     assert one.now == 2 * (2 + 1 + 0.5 + 0.25)
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from surgeon.cost.hardware import Figure
-from surgeon.cost.hardware_file import known_hardware, load_hardware, parse_hardware, write_hardware
+from surgeon.cost.hardware import Figure, known_hardware, load_hardware, parse_hardware, write_hardware
 from surgeon.language.yaml import YamlError
 
 SMALL = """\

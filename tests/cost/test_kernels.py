@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from surgeon.cost.hardware import Figure, Host, Shares
-from surgeon.cost.hardware_file import parse_hardware
+from surgeon.cost.hardware import Figure, Host, Shares, parse_hardware
 from surgeon.cost.kernels import Kernel, Numbers, RankSpeed, burst
 from tests.cost.examples import ROUND
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from surgeon.cost.hardware import Hardware, Interconnect
-from surgeon.cost.hardware_file import MACHINES, hardware_of, known_hardware, load_hardware
+from surgeon.cost.hardware import MACHINES, Hardware, Interconnect, hardware_of, known_hardware, load_hardware
 
 GPUS = [name for name in known_hardware() if not name.startswith("cpu")]
 FIGURE = re.compile(r":\s*\{?[\w.+-]*\d")
@@ -81,7 +80,7 @@ def test_nvlink_is_the_first_link_and_faster_than_none(name: str) -> None:
     off = hardware.link("nvlink-off")
     rings = replace(off, algorithms=tuple(one for one in off.algorithms if one.kind != "sharp"))
     assert fastest(hardware.link()) > 4 * fastest(rings)
-    assert fastest(hardware.link()) > fastest(hardware.network())
+    assert fastest(hardware.link()) > fastest(hardware.link(between_nodes=True))
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,8 @@ from transformers import AutoConfig
 from surgeon.checkpoint.random_weights import open_weights
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.kernels import Kernel
-from surgeon.cost.passes import PredictedRanks
 from surgeon.cost.plans import divides, plan_on_paper
-from surgeon.cost.predict import predict
+from surgeon.cost.predict import PredictedRanks, predict
 from surgeon.cost.work import Forward, RankWork, divided_load, sliced_load
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from surgeon.cost.deployment import Deployment
-from surgeon.cost.passes import PredictedRanks
 from surgeon.cost.plans import plan_on_paper
+from surgeon.cost.predict import PredictedRanks
 from surgeon.cost.work import Forward
 from surgeon.language.program import Program
 from surgeon.models.families import family_of

@@ -21,15 +21,15 @@ def table(trials: list[Trial]) -> pd.DataFrame:
     return pd.DataFrame(
         {
             "trial": one.number,
-            "source": one.proposal.source,
+            "source": one.source,
             "level": math.nan,
-            "edits": "; ".join(map(str, one.proposal.choice)),
-            "depth": Program.parse(one.proposal.key).effective_depth(2),
+            "edits": "; ".join(map(str, one.choice)),
+            "depth": Program.parse(one.key).effective_depth(2),
             "divergence": one.measured.divergence,
             "perplexity": one.measured.perplexity,
             "whole": one.measured.whole,
             "within": True,
-            "program": one.proposal.key,
+            "program": one.key,
         }
         for one in trials
     )

@@ -16,9 +16,8 @@ from surgeon.language.program import Program
 from surgeon.opened import Model
 from surgeon.quality.summary import Quality
 from surgeon.searches.mixture import Proposal, Trial
-from surgeon.searches.priced import PricedQuestion
 from surgeon.searches.pricing import Pricing
-from surgeon.searches.question import Question
+from surgeon.searches.question import PricedQuestion, Question
 from surgeon.searches.search import SURGEON, Search, make_sampler
 from surgeon.searches.study import counted, run_trials
 from surgeon.searches.terms import Terms

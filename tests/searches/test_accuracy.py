@@ -13,7 +13,7 @@ from surgeon.language.program import Program
 from surgeon.quality.summary import Quality
 from surgeon.quality.tasks import TaskSettings
 from surgeon.searches.accuracy import TaskAccuracy, accuracy_of
-from surgeon.searches.mixture import Proposal, Trial
+from surgeon.searches.mixture import Trial
 from surgeon.searches.quantities import parse_objectives
 from tests.quality.tasks_helpers import CHOICES, evaluate, write_rows
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -54,7 +54,7 @@ def test_the_best_of_every_level_are_measured(tmp_path: Path) -> None:
     texts = ["A0 F0", "A1 F1", "A2 F2", "A0 F0 A1 F1", "A1 F1 A2 F2"]
     levels, divergences, whole = [1.0, 1.0, 1.0, 2.0, 2.0], [0.3, 0.2, 0.1, 0.2, 0.1], [True, True, False, True, True]
     trials = [
-        Trial(number, Proposal(text, "window", (), level), Quality(9, divergence=value, whole=end))
+        Trial(text, "window", (), level, number=number, measured=Quality(9, divergence=value, whole=end))
         for number, (text, level, value, end) in enumerate(zip(texts, levels, divergences, whole, strict=True))
     ]
     found = accuracy.of_the_best(trials, count=1)

@@ -35,7 +35,7 @@ def test_what_is_asked_and_what_it_costs_are_few_types() -> None:
     own = [one for one in records() if one.__module__.startswith("surgeon.searches")]
     words = ("Question", "Pric", "Budget", "Setting", "Problem", "Asked")
     named = {one.__name__ for one in own if any(word in one.__name__ for word in words)}
-    assert named == {"Question", "PricedQuestion", "Pricing", "_Priced"}  # the last is a cache of one program's costs
+    assert named == {"Question", "PricedQuestion", "Pricing"}
     limited = {one.__name__ for one in own if "limits" in vars(one) or hasattr(one, "shortfalls")}
     assert limited == {"Question", "Pricing"}
 

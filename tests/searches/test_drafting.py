@@ -18,7 +18,7 @@ from surgeon.benchmarks.drafting import DecodedTexts, MeasuredDrafts
 from surgeon.commands.on_ranks import draft_program
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.drafts import predict_drafting
-from surgeon.cost.passes import PredictedRanks
+from surgeon.cost.predict import PredictedRanks
 from surgeon.cost.work import Forward
 from surgeon.cost.workload import Workload
 from surgeon.findings.edit import Edit
@@ -34,14 +34,13 @@ from surgeon.quality.text import VERIFIED
 from surgeon.runtime.comm.link import Link
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.drafts import with_draft
-from surgeon.searches.drafting import DraftObstacles, DraftValue, FoundDraft, by_verified_keys
+from surgeon.searches.drafting import DraftValue, FoundDraft, by_verified_keys, draft_obstacle
 from surgeon.searches.evaluate import Evaluator
 from surgeon.searches.mixture import Mixture
-from surgeon.searches.priced import PricedQuestion
 from surgeon.searches.pricing import Pricing, _sent_bytes
 from surgeon.searches.proposer import Goal, near_the_best
 from surgeon.searches.quantities import Aspect, parse_objectives
-from surgeon.searches.question import Question
+from surgeon.searches.question import PricedQuestion, Question
 from surgeon.searches.search import Search
 from surgeon.searches.spaces.base import parse_spaces
 from surgeon.searches.terms import Terms
@@ -157,8 +156,8 @@ def test_what_a_draft_is_worth_by_hand() -> None:
     never = drafts().valued(HALF, measured(0.01, 0.02))
     assert (never.more["draft_time"], never.more["ahead"]) == (pytest.approx(1.0), 0)
     assert "draft_time" not in drafts().valued(Program.parse("A0 A0 F0"), measured(0.9)).more
-    assert priced().cost(DRAFT, HALF, found) == found.more["draft_time"]
-    assert priced().cost(DRAFT, HALF, measured(0.9)) == math.inf
+    assert DRAFT.measured(found) == found.more["draft_time"]
+    assert DRAFT.measured(measured(0.9)) == math.inf
 
 
 def test_lines_say_what_is_predicted_and_what_is_measured() -> None:
@@ -247,7 +246,7 @@ def test_edits_that_make_no_draft_are_refused_and_counted() -> None:
     assert mixture.refused == {}
     assert {edit.space for edit in mixture.edits} == {"pair", "drop"}
     model, repeats = small_model(layers=4), parse_spaces("repeat", 2)
-    (counted,) = Mixture(repeats, model, 2, DraftObstacles(model, 2)).refused["repeat"].items()
+    (counted,) = Mixture(repeats, model, 2, draft_obstacle(model, 2)).refused["repeat"].items()
     assert counted[0].startswith("A0 of the draft has no keys and values of the model's to read")
     assert counted[1] == len(Mixture(repeats, model, 2).edits) == 4 + 3
     said = iter(["layer 1 is late", "it is odd", "layer 2 is late", "layer 10 is late"])
@@ -264,7 +263,7 @@ def test_edits_that_draft_alone_draft_together(ranks: int) -> None:
         chosen: list[Edit] = []
         for one in choose.sample(mixture.edits, len(mixture.edits)):
             chosen += [one] if mixture.is_free(chosen, one) else []
-        assert DraftObstacles(model, ranks)(mixture.recipe(chosen, ""), mixture.program(chosen)) == ""
+        assert draft_obstacle(model, ranks)(mixture.recipe(chosen, ""), mixture.program(chosen)) == ""
 
 
 @pytest.mark.parametrize(

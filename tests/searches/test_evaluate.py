@@ -20,7 +20,7 @@ from surgeon.quality.data import Windows
 from surgeon.quality.head import GREEDY, SAMPLED
 from surgeon.quality.summary import Quality
 from surgeon.searches import evaluate as evaluate_module
-from surgeon.searches.evaluate import Evaluator, Race
+from surgeon.searches.evaluate import Evaluator
 from tests.tiny_models import VOCABULARY, tiny_model
 
 LAYERS = 4
@@ -174,8 +174,9 @@ def test_races_compare_blocks_where_windows_are_few(monkeypatch: pytest.MonkeyPa
     assert len(by_window.windows["divergence"]) > 1
 
 
-def test_ties_and_better_programs_are_never_stopped() -> None:
-    measured = evaluator(race=Race(alpha=0.4))
+def test_ties_and_better_programs_are_never_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate_module, "ALPHA", 0.4)
+    measured = evaluator()
     best = measured.measure([PROGRAMS[6]])[PROGRAMS[6]]
     found = measured.measure(PROGRAMS, best)
     assert found[PROGRAMS[6]].whole

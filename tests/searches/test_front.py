@@ -22,11 +22,10 @@ from surgeon.searches.front import (
     pareto_front,
     quality_curves,
 )
-from surgeon.searches.mixture import Proposal, Trial
-from surgeon.searches.priced import PricedQuestion
+from surgeon.searches.mixture import Trial
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.quantities import DEPTH, Aspect
-from surgeon.searches.question import Question
+from surgeon.searches.question import PricedQuestion, Question
 from surgeon.searches.results import quality_table, write_front
 from tests.cost.examples import model
 
@@ -39,7 +38,7 @@ PRICING = Pricing(EIGHT, (Aspect("depth"),), Deployment(2), Workload(1, 5, 4))
 def trial(number: int, choice: tuple[Edit, ...], divergences: list[float], whole: bool = True) -> Trial:
     mean = float(np.mean(divergences))
     measured = Quality(9.0, divergence=mean, windows={"divergence": tuple(divergences)}, whole=whole)
-    return Trial(number, Proposal(str(MIXTURE.program(choice)), "window", choice), measured)
+    return Trial(str(MIXTURE.program(choice)), "window", choice, number=number, measured=measured)
 
 
 def pairs(*first: int) -> tuple[Edit, ...]:
@@ -73,8 +72,8 @@ def test_the_front_is_what_nothing_dominates() -> None:
 
 def test_points_of_a_front() -> None:
     front = pareto_front(TRIALS, QUESTION.traded, PRICING)
-    assert [point.trial.number for point in front] == [1, 6, 3]  # not 5, which was stopped early
-    assert front[0].costs == (pytest.approx(0.015), 7)
+    assert [one.number for one in front] == [1, 6, 3]  # not 5, which was stopped early
+    assert PRICING.costs(QUESTION.traded, front[0]) == (pytest.approx(0.015), 7)
 
 
 def test_the_knee_of_known_curves() -> None:
@@ -144,7 +143,7 @@ def test_files_of_a_front(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "front").iterdir()) == [f"0{n}-recipe.yaml" for n in (1, 2, 3)]
     for point, name in zip(front, table["recipe"], strict=True):
         recipe = read_recipe(tmp_path / name)
-        assert str(recipe.program(8, shapes=EIGHT.shapes.layer_shapes)) == point.trial.proposal.key
+        assert str(recipe.program(8, shapes=EIGHT.shapes.layer_shapes)) == point.key
         assert recipe.weights == "0" * 64
 
 

@@ -11,7 +11,7 @@ import pytest
 from surgeon.checkpoint.config import open_stored
 from surgeon.cost.calibrate import calibrate
 from surgeon.cost.deployment import Deployment
-from surgeon.cost.hardware_file import parse_hardware
+from surgeon.cost.hardware import parse_hardware
 from surgeon.cost.predict import predict
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
@@ -20,7 +20,7 @@ from surgeon.quality.summary import Quality
 from surgeon.runtime.comm.link import Link
 from surgeon.searches import here
 from surgeon.searches.here import TimeHere, fast_enough_here, measured_here, missed_here
-from surgeon.searches.mixture import Proposal, Trial
+from surgeon.searches.mixture import Trial
 from surgeon.searches.quantities import HERE, parse_limits
 from surgeon.searches.question import Question
 from tests.tiny_models import tiny_model
@@ -34,7 +34,7 @@ def test_less_takes_less_time(tmp_path: Path) -> None:
     layers = 24
     tiny_model("llama", layers, hidden_size=128, intermediate_size=512).save_pretrained(tmp_path)
     dense = Program.dense(layers)
-    found = measured_here(tmp_path, dense, [ONE_LAYER, dense], 1, Workload(1, 8, 16), rounds=5, device="cpu")
+    found = measured_here(tmp_path, dense, [ONE_LAYER, dense], 1, Workload(1, 8, 16))
     assert list(found) == [dense, ONE_LAYER]
     assert found[dense].speedup == 1
     for one in found.values():
@@ -83,7 +83,7 @@ TEXTS = ["[A0 A1] [F0 F1] A2 F2 A3 F3", "A0 F0 [A1 A2] [F1 F2] A3 F3", "A0 F0 A1
 
 def trial(number: int) -> Trial:
     measured = Quality(9, divergence=0.1 * number)
-    return Trial(number, Proposal(TEXTS[number], "window", ()), measured)
+    return Trial(TEXTS[number], "window", (), number=number, measured=measured)
 
 
 def test_every_candidate_keeps_its_limits_of_time_here(
@@ -93,13 +93,13 @@ def test_every_candidate_keeps_its_limits_of_time_here(
     times = {program: TimeHere(0.01 / speed, 0.01, 0.02, speed) for program, speed in speedups.items()}
     links: list[Any] = []
     monkeypatch.setattr(here, "measured_here", lambda *_, link: links.append(link) or times)
-    mixture = SimpleNamespace(model=SimpleNamespace(program=FOUR))
+    mixture = SimpleNamespace(model=SimpleNamespace(program=FOUR, positions=64))
 
     def fast_enough(budget: str) -> list[int]:
         asked = {"settings": Question("pair", budget, link_delay="2ms")}
         question: Any = SimpleNamespace(mixture=mixture, budget=budget, **asked)
         trials = [trial(number) for number in range(3)]
-        return [one.number for one in fast_enough_here(question, trials, "model", 2, Workload(1, 8, 8))]
+        return [one.number for one in fast_enough_here(question, trials, "model")]
 
     assert fast_enough("speedup>=1.15@here") == [1, 2]
     assert links == [Link(2e-3)], "as they were predicted"

@@ -223,7 +223,7 @@ def test_what_a_pass_foresees() -> None:
     assert note == "the x in x says nothing of the edits of this search; nothing is taken of it"
 
 
-def test_choices_that_were_measured_before_rule_others_out() -> None:
+def test_choices_that_were_measured_before_rule_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """With everything known the search ends when the best that is left is surely worse, with the same winner."""
     searching, _ = search("pair", "depth=7")
     best = min(trial.measured.divergence for trial in try_programs(searching, 60))
@@ -241,7 +241,8 @@ def test_choices_that_were_measured_before_rule_others_out() -> None:
     assert min(trial.measured.divergence for trial in trials) == pytest.approx(best)
     assert 8 <= len(trials) < 30
     patient, _ = search("pair", "depth=7")
-    patient.known, patient.sure = known, None
+    patient.known = known
+    monkeypatch.setattr("surgeon.searches.search.SURE", None)
     assert len([*try_programs(patient, 60)]) == math.comb(LAYERS - 3, 3), "all choices of three pairs are tried"
     (taken,) = known.record(mixture, trials)
     assert (taken["edits"], taken["choices"]) == (9, len(programs) - 9)

@@ -45,7 +45,7 @@ def proposer(spaces: str = "pair", goals: Sequence[Goal] = (Goal((float(DEPTH),)
 def run(proposals: Sequence[Proposal], trials: list[Trial]) -> None:
     for proposal in proposals:
         value = true_damage(proposal.choice)
-        trials.append(Trial(len(trials), proposal, Quality(1, divergence=value)))
+        trials.append(Trial(**vars(proposal), number=len(trials), measured=Quality(1, divergence=value)))
 
 
 def every_pair_choice() -> list[Choice]:
@@ -75,7 +75,7 @@ def test_every_proposal_keeps_an_attention(steps: int) -> None:
         assert proposals or trials
         assert all("A" in proposal.key for proposal in proposals)
         run(proposals, trials)
-    assert min(len(trial.proposal.key.split()) for trial in trials) <= steps
+    assert min(len(trial.key.split()) for trial in trials) <= steps
 
 
 def test_trials_correct_what_single_edits_foretell() -> None:
@@ -88,7 +88,7 @@ def test_trials_correct_what_single_edits_foretell() -> None:
     best = min(trial.measured.divergence for trial in trials)
     assert trials[0].measured.divergence > min(every) + 0.01
     assert best == pytest.approx(min(every))
-    assert {trial.proposal.source for trial in trials} <= set(SOURCES)
+    assert {trial.source for trial in trials} <= set(SOURCES)
 
 
 def test_layers_run_again_in_the_place_of_those_that_are_dropped() -> None:
@@ -104,7 +104,7 @@ def test_layers_run_again_in_the_place_of_those_that_are_dropped() -> None:
     run(asking.next_round(trials, [4]), trials)
     assert len(trials) == 7
     for trial in trials:
-        program = Program.parse(trial.proposal.key)
+        program = Program.parse(trial.key)
         assert len(program.layers) == LAYERS - 2
         assert program.effective_depth() >= LAYERS
 
@@ -115,13 +115,13 @@ def test_all_proposals_meet_their_goal_and_none_comes_twice() -> None:
     run(asking.first_round(3), trials)
     for _ in range(3):
         run(asking.next_round(trials, evenly(goals, trials, 8)), trials)
-    assert len({trial.proposal.key for trial in trials}) == len(trials)
+    assert len({trial.key for trial in trials}) == len(trials)
     for trial in trials:
-        assert asking.mixture.program(trial.proposal.choice) == Program.parse(trial.proposal.key)
-        level = trial.proposal.level
+        assert asking.mixture.program(trial.choice) == Program.parse(trial.key)
+        level = trial.level
         assert level is not None
-        assert Program.parse(trial.proposal.key).effective_depth() <= level
-    assert len({trial.proposal.level for trial in trials}) == len(goals)
+        assert Program.parse(trial.key).effective_depth() <= level
+    assert len({trial.level for trial in trials}) == len(goals)
 
 
 def test_a_small_space_is_tried_out_and_then_there_is_nothing_more() -> None:
@@ -129,9 +129,7 @@ def test_a_small_space_is_tried_out_and_then_there_is_nothing_more() -> None:
     run(asking.first_round(4), trials)
     while found := asking.next_round(trials, [4]):
         run(found, trials)
-    assert {trial.proposal.choice for trial in trials if len(trial.proposal.choice) == 1} == {
-        (edit,) for edit in asking.mixture.edits
-    }
+    assert {trial.choice for trial in trials if len(trial.choice) == 1} == {(edit,) for edit in asking.mixture.edits}
 
 
 def test_what_was_found_elsewhere_in_the_same_rounds_is_proposed_again() -> None:
@@ -155,7 +153,7 @@ def test_a_layer_that_breaks_the_model_is_left_alone(broken: float) -> None:
     measure: Callable[[Sequence[Edit]], float] = damage
     for proposal in asking.first_round(8):
         value = measure(proposal.choice)
-        trials.append(Trial(len(trials), proposal, Quality(1, divergence=value)))
+        trials.append(Trial(**vars(proposal), number=len(trials), measured=Quality(1, divergence=value)))
     for proposal in asking.next_round(trials, [8]):
         assert not any(edit.first == 5 for edit in proposal.choice) or proposal.source == WINDOW
 
@@ -164,7 +162,7 @@ GOALS = [Goal((float(depth),), float(depth)) for depth in (15, 14, 13, 12)]
 
 
 def trial(level: float, divergence: float) -> Trial:
-    return Trial(0, Proposal("key", "additive", (), level), Quality(1, divergence=divergence))
+    return Trial("key", "additive", (), level, number=0, measured=Quality(1, divergence=divergence))
 
 
 def test_limits_are_kept_up_to_rounding() -> None:

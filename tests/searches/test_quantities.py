@@ -11,7 +11,7 @@ from surgeon.cost.deployment import Deployment
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.quality.summary import Quality
-from surgeon.searches.mixture import Proposal, Trial
+from surgeon.searches.mixture import Trial
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.quantities import Aspect, parse_objectives
 from tests.cost.examples import hardware, model
@@ -35,7 +35,7 @@ def test_several_objectives() -> None:
 def test_less_is_better_of_all() -> None:
     text = "divergence,perplexity,depth,speedup@l4,accuracy:piqa,accuracy:arc"
     prices = pricing(text)
-    costs = [prices.cost(one, PROGRAM, MEASURED) for one in parse_objectives(text)]
+    costs = [*prices.costs(parse_objectives(text), Trial(str(PROGRAM), "window", (), number=0, measured=MEASURED))]
     ratio = prices.price(Aspect("speedup", "l4"), PROGRAM)
     assert costs == [0.03, 7.5, 3, ratio, pytest.approx(0.3), math.inf]
     assert ratio < 1
@@ -45,8 +45,8 @@ def test_less_is_better_of_all() -> None:
 
 def test_what_is_not_known_is_never_best() -> None:
     objectives = parse_objectives("divergence,depth")
-    assert pricing("depth").cost(objectives[0], PROGRAM, replace(MEASURED, divergence=math.nan)) == math.inf
-    trial = Trial(3, Proposal(str(PROGRAM), "window", ()), MEASURED)
+    assert objectives[0].measured(replace(MEASURED, divergence=math.nan)) == math.inf
+    trial = Trial(str(PROGRAM), "window", (), number=3, measured=MEASURED)
     assert pricing("depth").costs(objectives, trial) == (0.03, 3)
 
 

@@ -45,9 +45,7 @@ def test_a_mixture_is_searched_beside_its_spaces_alone() -> None:
     searching, _ = search("pair,drop:layers", "depth=7")
     trials = [*try_programs(searching, 40)]
     assert list(searching.strands) == [MIXTURE, "drop", "pair"]
-    alone = {
-        name: [t for t in trials if {edit.space for edit in t.proposal.choice} == {name}] for name in ("drop", "pair")
-    }
+    alone = {name: [t for t in trials if {edit.space for edit in t.choice} == {name}] for name in ("drop", "pair")}
     assert all(alone.values())
     best = min(trials, key=lambda trial: trial.measured.divergence)
     for name in ("drop", "pair"):
@@ -67,7 +65,7 @@ def test_without_a_budget_every_depth_is_looked_at() -> None:
     trials = [*try_programs(searching, 40)]
     levels = [goal.level for goal in searching.question.goals]
     assert levels == [9, 8, 7, 6, 5]
-    assert {trial.proposal.level for trial in trials} == set(levels)
+    assert {trial.level for trial in trials} == set(levels)
     curves = quality_curves(DEPTH, trials, searching.question.original, searching.question.pricing)
     assert [point.cost for point in curves[0].points] == [10, *levels]
     ranked, why = choose(searching.question, trials, curves)
@@ -85,7 +83,7 @@ def test_quality_alone_is_kept_at_the_least_depth() -> None:
     trials = [*try_programs(searching, 40)]
     ranked, _ = choose(searching.question, trials, [])
     every = [t for t in trials if t.measured.divergence <= 0.2]
-    depth = {t.number: Program.parse(t.proposal.key).effective_depth() for t in trials}
+    depth = {t.number: Program.parse(t.key).effective_depth() for t in trials}
     assert depth[ranked[0].number] == min(depth[t.number] for t in every)
     assert ranked[0].measured.divergence <= 0.2
     equals = [t for t in every if depth[t.number] == depth[ranked[0].number]]
@@ -111,7 +109,7 @@ def test_what_is_running_is_not_proposed_again_and_what_was_proposed_first_comes
     assert given[:3] == first
     small, _ = search("pair", "depth=9")
     trials = [*try_programs(small, 100)]
-    assert {trial.proposal.choice for trial in trials} >= {(edit,) for edit in small.question.mixture.edits}
+    assert {trial.choice for trial in trials} >= {(edit,) for edit in small.question.mixture.edits}
     assert small.next_proposal(trials) is None
 
 
@@ -126,7 +124,7 @@ def test_of_one_knowledge_a_batch_is_made_and_with_more_known_another_one() -> N
     again, _ = search("pair", "depth=7")
     expected = again.strands["pair"].next_round(trials, [BATCH])
     assert {*batch} == {proposal.key for proposal in expected}
-    assert not {*batch} & {trial.proposal.key for trial in trials}
+    assert not {*batch} & {trial.key for trial in trials}
 
 
 def test_a_program_that_is_known_is_not_measured_again() -> None:
@@ -135,7 +133,7 @@ def test_a_program_that_is_known_is_not_measured_again() -> None:
     proposal = searching.proposal(searching.question.mixture.values(choice))
     first = searching.measure(proposal, [])
     evaluator.known.clear()
-    assert searching.measure(proposal, [Trial(0, proposal, first)]) == first
+    assert searching.measure(proposal, [Trial(**vars(proposal), number=0, measured=first)]) == first
     assert first.divergence == damage(choice)
 
 
@@ -217,17 +215,15 @@ def test_two_costs_are_looked_along_in_one_search() -> None:
         for curve in quality_curves(cost, trials, question.original, question.pricing, resamples=20)
     }
     assert curves == {(DEPTH, "pair"), (DEPTH, TOGETHER), (SIZE, "rank"), (SIZE, TOGETHER)}
-    front = {point.trial.number for point in question.front(trials)}
+    front = {point.number for point in question.front(trials)}
     pricing = question.pricing
     assert front == {
-        point.trial.number
-        for cost in (DEPTH, SIZE)
-        for point in pareto_front(trials, (Aspect("divergence"), cost), pricing)
+        point.number for cost in (DEPTH, SIZE) for point in pareto_front(trials, (Aspect("divergence"), cost), pricing)
     }
     dense = pricing.price(SIZE, question.mixture.model.program)
     for trial in trials:
-        cost = DEPTH if trial.proposal.level in question.levels[DEPTH] else SIZE
-        assert question.price(cost, trial) <= trial.proposal.level < {DEPTH: 10, SIZE: dense}[cost]
+        cost = DEPTH if trial.level in question.levels[DEPTH] else SIZE
+        assert question.price(cost, trial) <= trial.level < {DEPTH: 10, SIZE: dense}[cost]
 
 
 INSTALLED = [name for name in SAMPLERS if name != "cmaes" or find_spec("cmaes")]
@@ -319,7 +315,7 @@ def test_trials_that_others_chose_and_measured_are_learnt_from() -> None:
     best = min(
         (trial for trial in try_programs(search("pair", "depth=7")[0], 40)), key=lambda trial: trial.measured.divergence
     )
-    study.enqueue_trial(searching.question.mixture.values(best.proposal.choice))
+    study.enqueue_trial(searching.question.mixture.values(best.choice))
     study.optimize(searching.objective, n_trials=8)
     assert study.best_trial.number == 0
     assert len({*keys(searching, study.trials)}) == 8
@@ -341,14 +337,15 @@ def test_every_sampler_runs_and_what_it_asks_follows_from_the_study(name: str) -
     found = []
     for _ in range(2):
         searching, _ = search("pair,drop:layers", "depth=7")
-        found.append([(trial.number, trial.proposal) for trial in try_programs(searching, trials, name, seed=3)])
+        tried = try_programs(searching, trials, name, seed=3)
+        found.append([(trial.number, trial.source, trial.key) for trial in tried])
     assert found[0] == found[1]
-    assert [number for number, _ in found[0]] == list(range(trials))
-    assert {proposal.source for _, proposal in found[0]} & {"TPE", "GP", "CmaEs", "NSGAII", "Random", "regression"}
+    assert [number for number, *_ in found[0]] == list(range(trials))
+    assert {source for _, source, _ in found[0]} & {"TPE", "GP", "CmaEs", "NSGAII", "Random", "regression"}
     if name not in ("surgeon", "gp"):
         searching, _ = search("pair,drop:layers", "depth=7")
-        other = [trial.proposal.key for trial in try_programs(searching, trials, name, seed=4)]
-        assert other != [proposal.key for _, proposal in found[0]]
+        other = [trial.key for trial in try_programs(searching, trials, name, seed=4)]
+        assert other != [key for *_, key in found[0]]
 
 
 @pytest.mark.skipif("cmaes" not in INSTALLED, reason="cmaes is not installed")

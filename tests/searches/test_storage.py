@@ -16,8 +16,8 @@ from sqlalchemy.exc import OperationalError, ProgrammingError
 
 from surgeon.commands.failures import explain
 from surgeon.provenance import without_password
-from surgeon.searches import storage
-from surgeon.searches.storage import naming_storage, open_storage
+from surgeon.searches import study as study_module
+from surgeon.searches.study import naming_storage, open_storage
 
 REFUSED = {
     "mysql://me:secret@host/db": "'mysql://me:***@host/db' is no storage; known: postgresql, sqlite, journal",
@@ -164,7 +164,7 @@ SAID = {
 def test_a_server_that_refuses_is_explained(said: str, message: str) -> None:
     url = make_url("postgresql+psycopg://me:secret@host:5433/db")
     place = "postgresql://me:***@host:5433/db"
-    found = storage._explained(OperationalError("", None, Exception(said)), url, place)
+    found = study_module._explained(OperationalError("", None, Exception(said)), url, place)
     with pytest.raises(OSError, match=message):
         raise found
     assert "secret" not in str(found)
@@ -173,7 +173,7 @@ def test_a_server_that_refuses_is_explained(said: str, message: str) -> None:
 
 def test_a_user_without_rights_is_told() -> None:
     error = ProgrammingError("CREATE TABLE", None, Exception("permission denied for schema public\nLINE 2: CREATE"))
-    found = storage._explained(error, make_url("postgresql+psycopg://me@host/db"), "postgresql://me@host/db")
+    found = study_module._explained(error, make_url("postgresql+psycopg://me@host/db"), "postgresql://me@host/db")
     assert "does not let 'me' make tables (permission denied for schema public)" in str(found)
 
 

@@ -14,8 +14,7 @@ import pytest
 from optuna.trial import TrialState
 
 from surgeon.searches.search import make_sampler
-from surgeon.searches.storage import open_storage
-from surgeon.searches.study import WORKER, counted, kept, open_study, run_trials
+from surgeon.searches.study import WORKER, counted, kept, open_storage, open_study, run_trials
 from tests.searches.made_up_search import search
 
 TRIALS = 14
@@ -65,7 +64,7 @@ def ended(address: str, folder: Path, *lefts: int, seconds: float = 0.0) -> list
 
 def rows(address: str, folder: Path) -> list[tuple[int, str, float]]:
     searching, study = opened(address, folder)
-    return [(one.number, one.proposal.key, one.measured.divergence) for one in searching.finished(study.trials)]
+    return [(one.number, one.key, one.measured.divergence) for one in searching.finished(study.trials)]
 
 
 def test_killed_and_begun_again_one_worker_ends_with_the_same_trials(address: str, tmp_path: Path) -> None:

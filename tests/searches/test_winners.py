@@ -18,9 +18,17 @@ from surgeon.findings.edit import Edit
 from surgeon.language.program import Program
 from surgeon.quality.summary import Quality
 from surgeon.searches.front import Knee, QualityCurve
-from surgeon.searches.mixture import Mixture, Proposal, Trial
+from surgeon.searches.mixture import Mixture, Trial
 from surgeon.searches.spaces import parse_spaces
-from surgeon.searches.winners import Evaluate, HeldOutComparison, against_most_salient, choose, ranked, remeasure
+from surgeon.searches.winners import (
+    Finalist,
+    HeldOutComparison,
+    Measured,
+    against_most_salient,
+    choose,
+    compare,
+    ranked,
+)
 from surgeon.testing.spaces import small_model
 from tests.searches.made_up_search import search, try_programs
 from tests.tiny_models import save_checkpoint
@@ -39,22 +47,24 @@ def measured(divergences: Sequence[float], nll: Sequence[float] = (), whole: boo
 
 def trial(number: int, mean: float, text: str | None = None, whole: bool = True) -> Trial:
     key = TEXTS[number] if text is None else text
-    return Trial(number, Proposal(key, "window", ()), measured([mean, mean], whole=whole))
+    return Trial(key, "window", (), number=number, measured=measured([mean, mean], whole=whole))
 
 
-def on_held_out(*by_trial: Sequence[float]) -> Evaluate:
+def on_held_out(*by_trial: Sequence[float]) -> Mapping[Program, Quality]:
     known = {Program.parse(text): measured(values) for text, values in zip(TEXTS, by_trial, strict=False)}
-    known[DENSE] = measured([0.0] * len(by_trial[0]))
+    return known | {DENSE: measured([0.0] * len(by_trial[0]))}
 
-    def evaluate(programs: Sequence[Program]) -> Mapping[Program, Quality]:
-        return {program: known[program] for program in programs}
 
-    return evaluate
+def remeasure(
+    winner: Trial, runners_up: Sequence[Trial], known: Mapping[Program, Quality], by: Measured = "divergence"
+) -> HeldOutComparison:
+    first, *others = (Finalist(one, known[one.program]) for one in (winner, *runners_up))
+    return compare(first, others, known[DENSE], by)
 
 
 def compared(*by_trial: Sequence[float]) -> HeldOutComparison:
     trials = [trial(number, 0.1 + number / 100) for number in range(len(by_trial))]
-    return remeasure(trials[0], trials[1:], DENSE, on_held_out(*by_trial))
+    return remeasure(trials[0], trials[1:], on_held_out(*by_trial))
 
 
 def test_the_difference_is_that_of_pairs() -> None:
@@ -88,7 +98,7 @@ def test_better_is_rarely_said_of_equals() -> None:
     for _ in range(200):
         known = {Program.parse(text): measured(list(draw.normal(1, 0.1, 8))) for text in texts}
         known[DENSE] = measured([0.0] * 8)
-        found = remeasure(trials[0], trials[1:], DENSE, lambda programs, known=known: {p: known[p] for p in programs})  # type: ignore[misc]
+        found = remeasure(trials[0], trials[1:], known)
         wrong += any(one.verdict != "not told apart" for one in found.runners_up)
     assert 0 < wrong < 0.05 * 200 + 2 * math.sqrt(0.05 * 0.95 * 200)
 
@@ -121,7 +131,7 @@ def test_perplexity_compares_likelihoods() -> None:
         Program.parse(TEXTS[1]): measured([0.1] * 3, second),
         DENSE: measured([0.0] * 3),
     }
-    found = remeasure(trial(0, 0.1), [trial(1, 0.2)], DENSE, lambda _: known, by="perplexity")
+    found = remeasure(trial(0, 0.1), [trial(1, 0.2)], known, by="perplexity")
     (one,) = found.runners_up
     assert one.difference == pytest.approx(-0.31 / 3)
     assert one.verdict == "better"
@@ -182,7 +192,7 @@ def test_what_a_search_says(tmp_path: Path, tiny_text: Path) -> None:
     assert kept == [2, 2, 0], "the last layer of this model is dense"
     assert "REAP" in found.record["experts"]
     mixture = found.question.mixture
-    reap = mixture.program(mixture.with_most_salient(found.winner.trial.proposal.choice))
+    reap = mixture.program(mixture.with_most_salient(found.winner.trial.choice))
     assert str(reap) in set(found.trials["program"]), "it is tried"
 
 
@@ -199,11 +209,11 @@ def test_without_a_knee_perplexity_is_kept_or_as_little_as_can_be_is_changed() -
     question, edits = searching.question, searching.question.mixture.edits
 
     def chosen(*perplexities: float) -> tuple[list[int], str]:
-        trials = [
-            Trial(row, Proposal(str(question.mixture.program(edits[: 2 * row + 1 : 2])), "window", ()),
-                  replace(evaluator.measured(0.1 * (row + 1)), perplexity=times * question.original.perplexity))
-            for row, times in enumerate(perplexities)
-        ]  # fmt: skip
+        trials = []
+        for row, times in enumerate(perplexities):
+            key = str(question.mixture.program(edits[: 2 * row + 1 : 2]))
+            found = replace(evaluator.measured(0.1 * (row + 1)), perplexity=times * question.original.perplexity)
+            trials.append(Trial(key, "window", (), number=row, measured=found))
         curve = QualityCurve(question.along[0], "pair", (), Knee(None, math.nan, math.nan, 0.0))
         best, why = choose(question, trials, [curve])
         return [one.number for one in best], why
@@ -228,7 +238,7 @@ def test_a_ranking_has_whole_trials_of_different_programs_the_best_first() -> No
     searching, evaluator = search("pair", "depth=8")
 
     def trial(number: int, divergence: float, key: str, whole: bool = True) -> Trial:
-        return Trial(number, Proposal(key, "window", ()), replace(evaluator.measured(divergence), whole=whole))
+        return Trial(key, "window", (), number=number, measured=replace(evaluator.measured(divergence), whole=whole))
 
     first, second, *_, last = searching.question.mixture.edits
     eight, other = (str(searching.question.mixture.program((edit, last))) for edit in (first, second))
@@ -250,7 +260,7 @@ def test_of_those_that_cost_the_same_the_closest_comes_first() -> None:
     first, second, third, *_, last = searching.question.mixture.edits
     keys = [str(searching.question.mixture.program((edit, last))) for edit in (first, second, third)]
     trials = [
-        Trial(number, Proposal(key, "window", ()), replace(evaluator.measured(divergence), perplexity=20.0))
+        Trial(key, "window", (), number=number, measured=replace(evaluator.measured(divergence), perplexity=20.0))
         for number, (key, divergence) in enumerate(zip(keys, (0.3, 0.1, 0.2), strict=True))
     ]
     assert [each.number for each in ranked(searching.question, trials)] == [1, 2, 0]

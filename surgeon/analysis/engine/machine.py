@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
@@ -27,14 +26,7 @@ _LOOKING = Lock()  # what a decoder hands its layers is seen by standing in for 
 
 
 class PlanMachine(ModelMachine):
-    """Runs any program's sublayers on an unedited model, without a cache; averages and slices live while they run.
-
-    Args:
-        model: left as it is.
-        input_ids: (windows, tokens), all of them real tokens.
-        cache_bytes: where the model's weights are streamed, how many bytes of them may be kept; always those in use.
-        factors: of matrices that a program has a rank for; by default their truncated singular values.
-    """
+    """Runs any program's sublayers on an unedited model, without a cache; averages and slices live while they run."""
 
     def __init__(
         self, model: PreTrainedModel, input_ids: Tensor, cache_bytes: int = 0, factors: FactorSource | None = None
@@ -47,54 +39,44 @@ class PlanMachine(ModelMachine):
         return attention.layers[0]
 
 
-@dataclass
-class _Sum:
-    layers: tuple[int, ...]
-    tensors: Tensors  # by path from the layer, in float32 or wider
-    dtypes: dict[str, torch.dtype]
-
-
 class RunningAverages:
-    """Averages of whole sublayers, each made of the sum that the last one of its kind left, where that goes on from it.
+    """Averages of whole sublayers, made of the sum of the last one of their kind, where they go on from it.
 
-    The sums are those that `surgeon.models.weights.mean` makes, layer by layer in order, so the averages are the same
-    to the last bit. One sum for each kind of sublayer is kept; the weights must stay as they are meanwhile.
+    Sums are those of `surgeon.models.weights.mean`, layer by layer in order, so the averages are the same to the last
+    bit. One sum for each kind of sublayer is kept; the weights must stay as they are meanwhile.
     """
 
     def __init__(self, weights: ModelWeights) -> None:
         self.weights = weights
-        self._sums: dict[str, _Sum] = {}
+        # By kind the layers, and by path from the layer their sums, in float32 or wider, and the stored dtypes.
+        self._sums: dict[str, tuple[tuple[int, ...], Tensors, dict[str, torch.dtype]]] = {}
 
     def tensors(self, sublayer: Sublayer) -> Tensors:
         """An average's tensors by path from the layer, as the layers store theirs, in memory of their own.
 
         Args:
             sublayer: of several layers, whole, without ranks.
-
-        Raises:
-            ValueError: if its layers differ in width.
         """
         self.weights.units(sublayer)
-        total = self._sums.get(sublayer.kind)
-        if total is None or total.layers != sublayer.layers[: len(total.layers)]:
-            stored = stored_tensors(Sublayer(sublayer.kind, sublayer.layers[:1]), self.weights)
-            wide = {path: one.to(torch.promote_types(one.dtype, torch.float32)) for path, one in stored.items()}
-            total = _Sum(sublayer.layers[:1], wide, {path: one.dtype for path, one in stored.items()})
-            self._sums[sublayer.kind] = total
-        for layer in sublayer.layers[len(total.layers) :]:
-            for path, summed in total.tensors.items():
+        layers, sums, dtypes = self._sums.get(sublayer.kind, ((), {}, {}))
+        if not layers or layers != sublayer.layers[: len(layers)]:
+            layers = sublayer.layers[:1]
+            stored = stored_tensors(Sublayer(sublayer.kind, layers), self.weights)
+            sums = {path: one.to(torch.promote_types(one.dtype, torch.float32)) for path, one in stored.items()}
+            dtypes = {path: one.dtype for path, one in stored.items()}
+        for layer in sublayer.layers[len(layers) :]:
+            for path, summed in sums.items():
                 part = self.weights.tensor(f"{self.weights.family.layers}.{layer}.{path}")
-                summed.add_(part.to(summed.device, total.dtypes[path]))
-        total.layers = sublayer.layers
+                summed.add_(part.to(summed.device, dtypes[path]))
+        self._sums[sublayer.kind] = sublayer.layers, sums, dtypes
         count = len(sublayer.layers)
-        return {path: (summed / count).to(total.dtypes[path]) for path, summed in total.tensors.items()}
+        return {path: (summed / count).to(dtypes[path]) for path, summed in sums.items()}
 
 
 class _OnDemand(EditedLayers):
     """Derives averages, slices and factors when they are asked for, and keeps none: a scan uses each of them once.
 
-    Averages are made of the sums of those before them. Where the weights are streamed, so is every other sublayer;
-    those used last are kept, as the memory given allows.
+    Where the weights are streamed, so is every other sublayer; those used last are kept, as the memory given allows.
     """
 
     keeps_derived = False
@@ -147,13 +129,7 @@ def run_plan(
     states: States | None = None,
     cached: PlanStates | None = None,
 ) -> Iterator[tuple[Program, Tensor]]:
-    """Run the plan, yielding each program with the stream after it, (windows, tokens, hidden), as it is reached.
-
-    Args:
-        ran: called after every task with the number of sublayers it ran.
-        states: where to hold what is between tasks; in memory by default.
-        cached: states of earlier plans, which this plan starts from, and which its own are added to.
-    """
+    """Run the plan, yielding each program with the stream after it, (windows, tokens, hidden), as it is reached."""
     registers = States(plan) if states is None else states
     registers[0] = State(machine.stream)
     for task, freed in zip(plan.tasks, plan.frees, strict=True):
@@ -172,7 +148,7 @@ def run_plan(
 
 
 def _result(task: RunStep | Extend | Join, registers: States, machine: PlanMachine) -> Register:
-    """What a task leaves in its register: a state, or a running sum of what branches add."""
+    """The state after a task, or its running sum of what branches add."""
     before = _state(registers, task.source)
     if isinstance(task, RunStep):
         state = advance(before, task.step, machine)

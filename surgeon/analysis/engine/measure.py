@@ -1,8 +1,8 @@
 """Measuring the programs of a plan on some windows of text.
 
-On a CPU the windows are shared out to threads, lanes, each of which computes on one core. Threads that work on one
-product wait for each other after every one of them, thousands of times a second, and where the machine has something
-else to do they mostly wait. Threads with windows of their own meet at the end of a pass.
+On a CPU the windows are shared out to threads, lanes, each of which computes on one core. Threads that share a product
+wait for each other thousands of times a second, and mostly so where the machine has something else to do. Threads with
+windows of their own meet at the end of a pass.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -38,18 +37,14 @@ from surgeon.language.sublayer import FEED_FORWARD, Sublayer
 from surgeon.models.weights import FactorSource, TruncatedSVD
 from surgeon.processes.journal import Journal, read_journal
 from surgeon.quality.head import ByWindow, OutputHead, ReferencePredictions, TextReferences, concatenate_windows
-from surgeon.quality.summary import ACCEPTANCES
+from surgeon.quality.summary import ACCEPTANCES, Values
 from surgeon.threads import Beside, one_at_a_time, torch_threads
 
 _AT_ONCE = -1  # the turn of a task that needs no weights
 
 
 def by_layer(plan: SharedPlan, first: Program | None = None) -> SharedPlan:
-    """The same tasks in sweeps over the layers.
-
-    Args:
-        first: a program that has to be reached before every other one.
-    """
+    """Order the tasks in sweeps over the layers, with one program reached before every other, if it is given."""
     followers: dict[int, list[int]] = defaultdict(list)  # by register, the tasks that read it
     missing = [len(reads(task)) for task in plan.tasks]  # registers that a task still waits for
     for index, task in enumerate(plan.tasks):
@@ -91,7 +86,7 @@ def by_layer(plan: SharedPlan, first: Program | None = None) -> SharedPlan:
 
 
 def place(sublayers: Iterable[Sublayer]) -> int:
-    """Where in a sweep the first of these sublayers has its turn."""
+    """The first turn of these sublayers in a sweep."""
     return min(2 * min(sublayer.layers) + (sublayer.kind == FEED_FORWARD) for sublayer in sublayers)
 
 
@@ -123,26 +118,22 @@ class MeasuredWindows:
 
 @dataclass(frozen=True)
 class MeasureOptions:
-    """How programs are measured; checked as it is made.
+    """Options of measuring programs; checked as they are made.
 
     Attributes:
         at_once: how many windows are run together; on a CPU they are shared out to torch's threads.
         first: how many of them at first, if fewer; then as many as were run before, so that programs can be found
             done early.
-        is_done: says which programs need no measurement on some windows.
+        is_done: tells which programs need no measurement on some windows.
         ran: called with the work done: sublayers times the share of the windows they ran on.
-        references: keeps what the original predicts, so that a later call with the same dictionary runs it on none of
-            these windows again.
+        references: the original's predictions, for later calls on the same windows.
         memory: for a model whose weights are streamed, the limit in bytes on the memory of the whole process.
-        folder: where such a model's hidden states are put that do not fit into it.
+        folder: for such a model's hidden states that do not fit into it.
         blocks: into how many parts each window is cut for `blocks`.
-        sampled: whether programs get their sampled acceptance; references that are known have to be for it, too.
-        cache: states of earlier calls on the same windows of the same model, which are gone on from and added to; not
-            for a model whose weights are streamed.
-        factors: makes the factors of matrices that programs have ranks for; by default anew in every call.
-
-    Raises:
-        ValueError: if no window is to be run, or no memory may be taken.
+        sampled: whether programs get their sampled acceptance; known references have to be for it, too.
+        cache: states of earlier calls on the same windows of the same model, to go on from and add to; not for a model
+            whose weights are streamed.
+        factors: of matrices that programs have ranks for; by default made anew in every call.
     """
 
     at_once: int
@@ -166,18 +157,15 @@ class MeasureOptions:
 def measure(
     model: PreTrainedModel, ids: Tensor, plan: SharedPlan, options: MeasureOptions
 ) -> Iterator[MeasuredWindows]:
-    """The quality of a plan's programs, some windows at a time.
+    """Measure the quality of a plan's programs, some windows at a time.
 
-    Where memory turns out too small for so many windows, half as many are run together from there on.
+    Where memory turns out too small for so many windows, half as many are run together from there on. ValueError if the
+    original's predictions are not finite.
 
     Args:
         model: unedited; it is left as it is.
         ids: (windows, tokens).
         plan: whose first program is the original: the others' divergence is from it.
-
-    Raises:
-        ValueError: if the original's predictions are not finite.
-        OSError: if the disk is too small for hidden states.
     """
     run = _Run(model, ids, plan, options)
     at_once = options.at_once
@@ -212,17 +200,7 @@ def measure(
 def streams_after(
     model: PreTrainedModel, ids: Tensor, windows: range, plan: SharedPlan, options: MeasureOptions
 ) -> Iterator[tuple[Program, Tensor]]:
-    """A plan's programs with the stream after each on some windows, before the final norm, as they are reached.
-
-    Args:
-        model: unedited; it is left as it is.
-        ids: (windows, tokens) of the whole text.
-        windows: the ones to run, together.
-        options: of which `at_once`, `first` and `is_done` do not matter.
-
-    Yields:
-        each program with its stream, (windows, tokens, hidden).
-    """
+    """Yield a plan's programs with the stream after each, (windows, tokens, hidden), before the final norm."""
     run = _Run(model, ids, plan, options)
     run.plan_for(plan.programs)
     yield from run.streams(ids[windows.start : windows.stop].to(model.device), windows)
@@ -269,7 +247,7 @@ class _Run:
                     yield MeasuredWindows(program, windows.start, concatenate_windows(found))
 
     def plan_for(self, running: Collection[Program]) -> None:
-        """Take the part of the plan that reaches these programs, which are in its order."""
+        """Take the part of the plan that reaches these programs, in its order."""
         if running == self.planned:
             return
         self.plan = self.whole.only(frozenset(running))
@@ -334,16 +312,10 @@ def parts_of(windows: range, count: int) -> list[range]:
 
 
 def side_by_side(lanes: Sequence[Callable[[GoOn], Iterator[tuple[Program, T]]]]) -> Iterator[tuple[Program, list[T]]]:
-    """What several lanes find of each program, in their order, as soon as all of them have it.
+    """Yield the findings of several lanes on each program, in their order, as soon as all of them have it.
 
-    Every lane runs in a thread of its own, where torch has one thread; a single one runs in this thread, as it is.
-
-    Args:
-        lanes: each finds something of the same programs. It is given a function to be called between its parts, which
-            ends it where the rest is no longer wanted.
-
-    Raises:
-        whatever a lane does; the others end then.
+    Every lane runs in a thread of its own, where torch has one thread; a single one runs in this thread. Lanes call
+    what they are given between their parts, which ends them where the rest is no longer wanted.
     """
     if len(lanes) == 1:
         yield from ((program, [found]) for program, found in lanes[0](lambda: None))
@@ -382,8 +354,7 @@ class ProgramJournal(Journal):
     """Per-window numbers of programs.
 
     Args:
-        folder: made if it is not there.
-        name: of the file in it.
+        name: of the file in the folder.
         work, identity: as in `Journal`.
         windows: how many windows are measured.
         sampled: whether a program without its sampled acceptance is measured again.
@@ -395,15 +366,11 @@ class ProgramJournal(Journal):
         self.folder = folder
         self.windows = windows
         self._wanted = [_DONE, -1] if sampled else [_DONE]
-        self._values: dict[str, NDArray[np.float64]] = {}
+        self._values: dict[str, Values] = {}
         super().__init__(folder / name, work, identity)
 
     def add_new(self, measured: Iterable[MeasuredWindows], windows: Sequence[int]) -> None:
-        """Keep what comes in, unless it is here already.
-
-        Args:
-            windows: the numbers of those that were measured, in their order.
-        """
+        """Keep new measurements; `windows` are the numbers of those that were measured."""
         for one in measured:
             part = windows[one.start : one.start + len(one.quality["nll"])]
             if not self.is_done(one.program, part):
@@ -414,10 +381,10 @@ class ProgramJournal(Journal):
         values = self._values.get(str(program))
         return values is not None and not np.isnan(values[self._wanted][:, list(windows)]).any()
 
-    def acceptances(self, program: Program, windows: Sequence[int]) -> NDArray[np.float64]:
+    def acceptances(self, program: Program, windows: Sequence[int]) -> Values:
         return self._values[str(program)][_ACCEPTED, list(windows)]
 
-    def values(self, program: Program, windows: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def values(self, program: Program, windows: Sequence[int]) -> tuple[Values, Values]:
         """Negative log-likelihood and divergence of a program on windows it was measured on, each (windows,)."""
         nll, divergence, done, *_ = self._values[str(program)][:, list(windows)]
         assert not np.isnan(done).any(), "asked for a program on windows that it was not measured on"
@@ -427,8 +394,8 @@ class ProgramJournal(Journal):
         take_program(line, self._values, self.windows)
 
 
-def take_program(line: Any, values: dict[str, NDArray[np.float64]], windows: int) -> None:
-    """Take in what a line says of a program.
+def take_program(line: Any, values: dict[str, Values], windows: int) -> None:
+    """Take in a line about a program.
 
     Rows of its nll, its divergence, 1 where it was measured, else NaN, and its acceptances, NaN where there are none.
     """
@@ -440,16 +407,12 @@ def take_program(line: Any, values: dict[str, NDArray[np.float64]], windows: int
         found[row, here] = line.get(name, np.nan)
 
 
-def read_programs(path: Path, work: str) -> tuple[dict[str, Any], dict[str, NDArray[np.float64]]]:
-    """What a journal of programs depends on, and its numbers by the programs' texts, as `take_program` has them.
-
-    Raises:
-        FileNotFoundError, ValueError: as `read_journal`; and if it does not say how many windows it is of.
-    """
+def read_programs(path: Path, work: str) -> tuple[dict[str, Any], dict[str, Values]]:
+    """Read a journal's identity, and its numbers by the programs' texts, as `take_program` has them."""
     identity, lines = read_journal(path, work)
     try:
         windows = identity["tokens"] // identity["window"]
-        values: dict[str, NDArray[np.float64]] = {}
+        values: dict[str, Values] = {}
         for line in lines:
             if "program" in line:
                 take_program(line, values, windows)

@@ -1,4 +1,4 @@
-"""How much memory running a plan takes, and how many windows of text fit beside each other into a limit."""
+"""The memory of running a plan, and how many windows of text fit beside each other into a limit."""
 
 from __future__ import annotations
 
@@ -29,15 +29,10 @@ _FIRST_USE = 40 << 20
 def windows_at_once(
     model: PreTrainedModel, plan: SharedPlan, ids: Tensor, memory: int | None = None, batch: int | None = None
 ) -> int:
-    """How many windows to run together.
+    """Choose how many windows to run together, at most `batch`; ValueError if not even one fits into the limit.
 
     Args:
-        plan: what will be run; its `peak_tensors` says how many states are held.
         memory: a limit in bytes on the memory of the whole process, model and libraries included.
-        batch: at most this many windows.
-
-    Raises:
-        ValueError: if not even one window fits into the limit, saying which limit would do.
     """
     streamed = streamed_layers(model)
 
@@ -52,25 +47,13 @@ def windows_at_once(
 def windows_in_a_walk(
     model: PreTrainedModel, ids: Tensor, streams: int = 2, beside: int = 0, memory: int | None = None
 ) -> int:
-    """How many windows to run together in a walk through the unedited model.
-
-    Args:
-        streams: how many tensors of the size of these windows' stream are held at most.
-        beside: bytes of what is held beside them.
-        memory: a limit in bytes on the memory of the whole process, model and libraries included.
-
-    Raises:
-        ValueError: if not even one window fits into the limit, saying which limit would do.
-    """
+    """Choose how many windows to run together in a walk through the unedited model; errors as `windows_at_once`."""
     beside += cache_bytes(model)
     return _fitting(model, ids, lambda tokens: beside + _computing_bytes(model, streams, tokens), memory)
 
 
 def lanes_for(device: torch.device, window: int, windows: int) -> int:
-    """Into how many parts to share out windows of so many tokens: one for each thread that torch has, if they suffice.
-
-    On anything but a CPU it is one.
-    """
+    """Into how many parts to share out windows: on a CPU one for each thread that torch has, if they suffice."""
     if device.type != "cpu":
         return 1
     return max(1, min(torch.get_num_threads(), windows, window * windows // LEAST_TOKENS))
@@ -104,7 +87,7 @@ def _fitting(
 
 
 def _held_and_limit(device: torch.device, memory: int | None) -> tuple[int, int]:
-    """Bytes that the model and what it computes with hold, and how many they may: of a GPU, or of this process."""
+    """Bytes that the model and its computing hold, and may hold: of a GPU, or of this process."""
     if device.type == "cuda":  # `memory` limits the main memory
         held = torch.cuda.memory_allocated(device)
         return held, held + available_bytes(device)
@@ -113,12 +96,7 @@ def _held_and_limit(device: torch.device, memory: int | None) -> tuple[int, int]
 
 
 def streaming_room(model: PreTrainedModel, plan: SharedPlan, tokens: int, memory: int | None) -> tuple[int, int]:
-    """How to share out the memory that is left for running a plan of a streamed model on this many tokens.
-
-    Returns:
-        How many bytes of weights may be cached for the next task, and how many of hidden states may be held in memory;
-        the rest of these goes to disk.
-    """
+    """Bytes for cached weights and for hidden states of a streamed model's plan; the rest of these goes to disk."""
     streamed = streamed_layers(model)
     assert streamed is not None
     held, limit = _held_and_limit(model.device, memory)
@@ -128,7 +106,7 @@ def streaming_room(model: PreTrainedModel, plan: SharedPlan, tokens: int, memory
 
 
 def working_bytes(model: PreTrainedModel, plan: SharedPlan, tokens: int) -> int:
-    """An upper estimate of what running a plan on this many tokens takes beside the model."""
+    """An upper estimate of a plan's memory on this many tokens, beside the model's."""
     derived = 0
     if any(len(sublayer.layers) > 1 for program in plan.programs for sublayer in program.sublayers()):
         # Averages on the way, in every lane: the sum so far, the next layer, and the average's module.
@@ -139,19 +117,19 @@ def working_bytes(model: PreTrainedModel, plan: SharedPlan, tokens: int) -> int:
 
 
 def streaming_bytes(model: PreTrainedModel, streamed: StreamedLayers, plan: SharedPlan, tokens: int) -> int:
-    """The same of layers whose weights are read when they are needed, with as many states on disk as can be."""
+    """The same of layers whose weights are read when they are needed, with most states on disk."""
     return _task_bytes(model, streamed, tokens) + _least_states(model, tokens) + _factor_bytes(model, plan)
 
 
 def _computing_bytes(model: PreTrainedModel, tensors: int, tokens: int) -> int:
-    """What computing takes while so many tensors of the size of these tokens' stream are held."""
+    """Memory of computing while so many tensors of the size of these tokens' stream are held."""
     size: int = model.config.hidden_size * max(4, model.dtype.itemsize)
     states = (tensors + 2) * tokens * size  # and what a reference keeps
     return _FIRST_USE + int(_SLACK * (states + _activation_bytes(model, tokens)))
 
 
 def _activation_bytes(model: PreTrainedModel, tokens: int) -> int:
-    """What a sublayer, or the output head, needs while it computes."""
+    """Memory of a sublayer, or the output head, while it computes."""
     config: Any = model.config
     hidden = int(config.hidden_size)
     width = max(family_of(config).units(config)["neurons"], hidden)
@@ -160,7 +138,7 @@ def _activation_bytes(model: PreTrainedModel, tokens: int) -> int:
 
 
 def _factor_bytes(model: PreTrainedModel, plan: SharedPlan) -> int:
-    """What factorising matrices on the way takes: a layer's directions, and one decomposition, both in float64."""
+    """Memory of factorising matrices: a layer's directions, and one decomposition, both in float64."""
     if not any(sublayer.ranks for program in plan.programs for sublayer in program.sublayers()):
         return 0
     sizes = [math.prod(shape) for shape in family_of(model.config).layer_shapes(model.config).matrices.values()]
@@ -174,9 +152,6 @@ def _least_states(model: PreTrainedModel, tokens: int) -> int:
 
 
 def _task_bytes(model: PreTrainedModel, streamed: StreamedLayers, tokens: int) -> int:
-    """An upper estimate of what one task of a streamed model takes: its weights, and what they compute.
-
-    A merged sublayer holds the sum so far, the next layer's tensors and the average.
-    """
+    """An upper estimate of one task of a streamed model: its weights, a merge's sums, and activations."""
     weights = max(map(streamed.sublayer_bytes, KINDS))
     return _FIRST_USE + int(_SLACK * _activation_bytes(model, tokens)) + 3 * weights

@@ -1,14 +1,14 @@
-"""States that outlive a plan: what a program begins with, once run, need not run again for another one.
+"""States that outlive a plan: common beginnings of programs run once.
 
-A state is known by the windows it was computed on and by the nodes that led to it, which are numbered (a prefix is
-the one before it and a node), so that long ones cost no more to look up than short ones. `resume` writes a plan again
-that starts from the kept states. What a program computes from a state is the same wherever the state comes from, so
-nothing that is kept, or dropped, changes a number.
+A state is known by the windows it was computed on and by the nodes that led to it, which are numbered (a prefix is the
+one before it and a node), so that long ones cost no more to look up than short ones. `resume` rewrites a plan to start
+from the kept states. A program computes the same from a state wherever it comes from, so keeping and dropping states
+changes no number.
 
-Where room runs out, the state goes that has the least of: sublayers saved by it, times how often it was used, by its
-bytes, plus the value that the last dropped one had, which ages those not used any more (Cherkasova 1998, "Improving
-WWW Proxies Performance with Greedy-Dual-Size-Frequency Caching Policy"). The states of one plan that do not fit into
-memory lie on disk.
+Where room runs out, the state goes that has the least of: sublayers saved by it, times its uses, by its bytes, plus the
+value that the last dropped one had, which ages those not used any more (Cherkasova 1998, "Improving WWW Proxies
+Performance with Greedy-Dual-Size-Frequency Caching Policy"). The states of one plan that do not fit into memory lie on
+disk.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ START = 0  # the number of what begins with nothing: the embedded tokens
 
 
 class Prefixes:
-    """Numbers of what programs begin with, from 1 on.
+    """Numbers of programs' beginnings, from 1 on.
 
     Attributes:
         sublayers: how many sublayers a prefix runs, by its number.
@@ -56,7 +56,7 @@ class Prefixes:
         return found
 
     def registers(self, plan: SharedPlan) -> dict[int, int]:
-        """Of what leads to each state of a plan, by its register; running sums of forks have none."""
+        """Numbers of the prefixes of a plan's states, by register; running sums of forks have none."""
         numbers = {0: START}
         sums: dict[int, tuple[tuple[Node, ...], ...]] = {}
         for task in plan.tasks:
@@ -70,12 +70,7 @@ class Prefixes:
 
 
 def resume(plan: SharedPlan, numbers: Mapping[int, int], is_cached: Callable[[int, bool], bool]) -> SharedPlan:
-    """The plan with kept states in the place of the tasks that lead to them.
-
-    Args:
-        numbers: of prefixes, by register.
-        is_cached: whether there is a state for a prefix, which is landed or which need not be.
-    """
+    """Put kept states in the place of the tasks that lead to them; `is_cached` takes a prefix, and if it is landed."""
 
     def cached(task: Task) -> Task:
         if isinstance(task, RunStep | Join) and is_cached(numbers[task.target], task.land):
@@ -86,7 +81,7 @@ def resume(plan: SharedPlan, numbers: Mapping[int, int], is_cached: Callable[[in
 
 
 class Place(NamedTuple):
-    """What a state is known by: the windows it was computed on, and the number of what led to it."""
+    """The windows that a state was computed on, and its prefix's number."""
 
     start: int
     stop: int
@@ -133,7 +128,7 @@ class StateCache:
             self._make_room()
 
     def find(self, place: Place, landed: bool) -> State | None:
-        """The state kept for a place, if it is one that serves where it has to be landed, or must not be."""
+        """The state of a place, if it serves where it has to be landed, or must not be."""
         found = self._entries.get(place)
         if found is not None and (landed or found.state.pending is not None):
             return found.state
@@ -149,7 +144,7 @@ class StateCache:
 
     def put(self, place: Place, state: State) -> None:
         with self.lock:
-            size = register_bytes(state)
+            size = _size(_as_tensors(state))
             if size > self.limit or self.find(place, landed=state.pending is None) is not None:
                 return
             if place in self._entries:
@@ -176,11 +171,7 @@ class StateCache:
 
 
 class PlanStates:
-    """The kept states as one plan sees them, on its windows.
-
-    Args:
-        plan: as it is without them.
-        numbers: of its prefixes, by register.
+    """The kept states of one plan, on its windows.
 
     Attributes:
         plan: the one that starts from them.
@@ -216,13 +207,8 @@ PREFIX = ".states-"
 class States:
     """The registers of a plan while it runs.
 
-    Beyond the limit, the states that are needed last go to files in a folder of their own, and come back when they are
-    read. The folder is removed at the end.
-
-    Args:
-        plan: says when each register is needed last.
-        limit: bytes that may be held in memory; None for no limit.
-        folder: where to make a folder for the rest; the system's own for temporary files if None.
+    Beyond the limit in bytes, the states that are needed last go to files in a folder of their own, and come back when
+    they are read. The folder is removed at the end.
 
     Raises:
         OSError: when the disk is full.
@@ -281,11 +267,6 @@ class States:
     def _file(self, register: int) -> Path:
         assert self.folder is not None
         return self.folder / f"{register}.safetensors"
-
-
-def register_bytes(value: Register) -> int:
-    """Count the bytes of a state, or of a running sum."""
-    return _size(_as_tensors(value))
 
 
 def _as_tensors(value: Register) -> Tensors:

@@ -1,4 +1,4 @@
-"""Walking through a model layer by layer, keeping what each sublayer adds.
+"""Walking through a model layer by layer, keeping each sublayer's output.
 
 A program of its own is walked through as runs of whole layers, each with the stream that it reads: its own track's,
 where it has tracks. A run is a stretch of neighbouring layers that one list of the program's nodes, its own or a
@@ -36,9 +36,8 @@ class LayerPass:
 
     Attributes:
         before: the stream that the attention reads.
-        attention: what the attention adds.
+        attention, mlp: what they add.
         middle: the stream that the feed-forward reads; `before` itself where both read the same (GPT-NeoX).
-        mlp: what the feed-forward adds.
     """
 
     before: Tensor
@@ -48,7 +47,6 @@ class LayerPass:
 
     @property
     def update(self) -> Tensor:
-        """What the layer adds in all."""
         return self.attention + self.mlp
 
     @property
@@ -61,15 +59,11 @@ class Walk:
 
     Args:
         ids: (windows, tokens), all of them real tokens.
-        like: a walk over windows of the same shape, whose masks and positions serve here as well.
-        factors: as `PlanMachine` takes them.
+        like: a walk over windows of the same shape, with the same masks and positions.
 
     Attributes:
         ids: those windows, on the model's device.
         start: the embedded stream, (windows, tokens, hidden).
-
-    Raises:
-        ValueError: if the embedded stream is not finite.
     """
 
     def __init__(
@@ -84,24 +78,19 @@ class Walk:
             raise ValueError("the unedited model's embedded tokens are not finite; check the embedding's weights")
 
     def attention(self, layer: int, stream: Tensor) -> Tensor:
-        """What the attention of a layer adds to this stream, its norm included."""
+        """Run a layer's attention on this stream, its norm included."""
         return self.machine.sublayer(Sublayer(ATTENTION, (layer,)), stream)
 
     def mlp(self, layer: int, stream: Tensor) -> Tensor:
         return self.machine.sublayer(Sublayer(FEED_FORWARD, (layer,)), stream)
 
     def layer(self, layer: int, stream: Tensor) -> LayerPass:
-        """A layer's pass over a stream, whatever comes out."""
         attention = self.attention(layer, stream)
         middle = stream if self.reads_same else stream + attention
         return LayerPass(stream, attention, middle, self.mlp(layer, middle))
 
     def dense_layer(self, layer: int, stream: Tensor) -> LayerPass:
-        """A layer's pass over the stream that the unedited model gives it.
-
-        Raises:
-            ValueError: naming the sublayer whose output is not finite.
-        """
+        """A layer's pass over the unedited model's stream; ValueError names the sublayer that is not finite."""
         passed = self.layer(layer, stream)
         for kind, output in ((ATTENTION, passed.attention), (FEED_FORWARD, passed.mlp)):
             if not output.isfinite().all():
@@ -128,11 +117,7 @@ def not_finite(where: object) -> ValueError:
 
 @torch.inference_mode()
 def raise_not_finite(model: PreTrainedModel, ids: Tensor) -> NoReturn:
-    """Say where numbers stop being finite in an unedited model whose predictions on these windows are not.
-
-    Raises:
-        ValueError: in any case.
-    """
+    """Raise ValueError naming where numbers stop being finite in an unedited model."""
     walk = Walk(model, ids)
     stream = walk.start
     for layer in range(model.config.num_hidden_layers):
@@ -141,7 +126,7 @@ def raise_not_finite(model: PreTrainedModel, ids: Tensor) -> NoReturn:
 
 
 def cache_bytes(model: PreTrainedModel) -> int:
-    """What a walk keeps of weights that are read when needed: two neighbouring layers, used again and again."""
+    """Bytes of weights that a walk keeps of those read when needed: two neighbouring layers, used again and again."""
     streamed = streamed_layers(model)
     if streamed is None:
         return 0
@@ -166,11 +151,7 @@ class RunLayer:
 
 
 def runs_of(program: Program, steps_per_layer: int) -> list[range]:
-    """All runs, in the order in which the program has them.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """All runs, in the order of the program; ValueError if there is none."""
     found = [run for run, _ in whole_runs(program.nodes, steps_per_layer)]
     if not found:
         raise ValueError(f"the model runs no layer whole: its program is {shown(str(program), 200)}")
@@ -178,18 +159,12 @@ def runs_of(program: Program, steps_per_layer: int) -> list[range]:
 
 
 def layers_run(walk: Walk, program: Program) -> Iterator[RunLayer]:
-    """Run a program on a walk's windows, and give its whole layers as it comes to them.
-
-    What is not a whole layer runs too, and is not given.
-
-    Raises:
-        ValueError: naming the sublayer of a whole layer whose output is not finite.
-    """
+    """Run a program on a walk's windows, and yield its whole layers as it comes to them."""
     yield from _list_run(walk, program.nodes, State(walk.start), None)
 
 
 class _After(NamedTuple):
-    """Where a list of nodes has come to.
+    """The end of a list of nodes.
 
     Attributes:
         ended: what the last layers have added: that of a run that has just ended, or for each branch of a fork that of
@@ -201,11 +176,7 @@ class _After(NamedTuple):
 
 
 def _list_run(walk: Walk, nodes: Branch, state: State, before: Tensor | None) -> Generator[RunLayer, None, _After]:
-    """The layers of a list of nodes.
-
-    Args:
-        before: what the layer before the first node has added to the stream, if that is known.
-    """
+    """The layers of a list of nodes; `before` is what the layer before them has added, if that is known."""
     after = _After(state, (before,))
     for part in parts_of(nodes, 1 if walk.reads_same else 2):
         if isinstance(part, range):

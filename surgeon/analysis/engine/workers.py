@@ -1,8 +1,7 @@
 """Measuring programs in several processes, one for each GPU (or for a share of a machine's cores).
 
-Each worker loads the model for itself and measures a part of the programs: neighbours in the order of the shared plan,
-which have most in common, so that little of what sharing saves is lost. What they measure comes back through a queue,
-in the form in which `measure` gives it.
+Each worker loads the model and measures a part of the programs: neighbours in the order of the shared plan, which have
+most in common, so that little of the sharing is lost. Measurements come back through a queue.
 """
 
 from __future__ import annotations
@@ -22,15 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgeon.analysis.engine.measure import MeasuredWindows, MeasureOptions, measure
+from surgeon.analysis.engine.measure import MeasuredWindows, MeasureOptions, ProgramJournal, measure
 from surgeon.analysis.engine.memory import windows_at_once
 from surgeon.analysis.engine.sharing import SharedPlan, share
-from surgeon.analysis.subject import load_for_analysis
+from surgeon.analysis.subject import Subject, load_for_analysis
 from surgeon.language.program import Program
+from surgeon.memory import stay_below
 from surgeon.models.edit import restore
 from surgeon.models.weights import FactorSource
 from surgeon.opened import open_model
 from surgeon.processes.children import when_parent_ends
+from surgeon.progress import progress
 
 _ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "OSError": OSError, "MemoryError": MemoryError}
 _PATIENCE = 0.5  # seconds between looks at whether all workers are still alive
@@ -38,18 +39,16 @@ _PATIENCE = 0.5  # seconds between looks at whether all workers are still alive
 
 @dataclass(frozen=True)
 class Job:
-    """What one worker is given.
+    """One worker's job.
 
     Attributes:
         checkpoint: the model's folder.
         ids: (windows, tokens).
         programs: as text, beside the dense one.
-        device: to run on.
         threads: of PyTorch, on a CPU.
         memory: a limit in bytes for this worker.
-        batch: at most this many windows are run together; each worker finds what suits it by default.
+        batch: at most this many windows are run together.
         folder: for hidden states that do not fit into the memory.
-        factors, sampled: as `MeasureOptions` has them.
     """
 
     checkpoint: Path
@@ -66,23 +65,13 @@ class Job:
 
     @property
     def plan(self) -> SharedPlan:
-        """Of the dense program and the others."""
         return share(map(Program.parse, (self.dense, *self.programs)))
 
 
 def measure_in_workers(
     job: Job, workers: int, ran: Callable[[float], Any] = lambda _: None
 ) -> Iterator[MeasuredWindows]:
-    """What `measure` yields for the job's programs, measured by several processes.
-
-    Args:
-        job: of all programs; its device and threads are ignored.
-        ran: called with the work done: sublayers times the share of the windows they ran on.
-
-    Raises:
-        ValueError, OSError: what a worker raised.
-        OSError: if a worker was killed.
-    """
+    """Measure the job's programs by several processes; its device and threads are ignored."""
     context = multiprocessing.get_context("spawn")
     messages: Any = context.Queue()
     jobs = split(job, workers)
@@ -96,6 +85,52 @@ def measure_in_workers(
             if process.pid is not None:
                 process.terminate()
                 process.join()
+
+
+def measure_missing(
+    name: str,
+    subject: Subject,
+    journal: ProgramJournal,
+    plan: SharedPlan,
+    windows: Sequence[int],
+    options: MeasureOptions,
+    workers: int = 1,
+    batch: int | None = None,
+) -> None:
+    """Measure a plan's programs on some windows, as far as a journal lacks them, beside the plan's first one."""
+    missing = [program for program in plan.programs if not journal.is_done(program, windows)]
+    if not missing:
+        return
+    left = plan.only({plan.programs[0], *missing})
+    ids = subject.windows.ids[list(windows)]
+    part = len(windows) / len(subject.windows.ids)
+    total = plan.total_sublayers
+    with progress(name, total * part, "sublayers", (total - left.total_sublayers) * part) as advance:
+
+        def ran(amount: float) -> None:
+            advance(amount * part)
+            stay_below(subject.memory)
+
+        def is_done(program: Program, some: range) -> bool:
+            return journal.is_done(program, windows[some.start : some.stop])
+
+        dense, *others = left.programs
+        if workers > 1 and others:  # workers measure the unedited model beside others only
+            job = Job(
+                subject.opened.folder,
+                ids,
+                str(dense),
+                tuple(map(str, others)),
+                memory=options.memory,
+                batch=batch,
+                folder=options.folder,
+                factors=options.factors,
+                sampled=options.sampled,
+            )
+            measured = measure_in_workers(job, workers, ran)
+        else:
+            measured = measure(subject.model, ids, left, replace(options, is_done=is_done, ran=ran, references={}))
+        journal.add_new(measured, windows)
 
 
 def split(job: Job, workers: int) -> list[Job]:

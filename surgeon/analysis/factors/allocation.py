@@ -1,10 +1,10 @@
-"""How to share out ranks among a model's matrices, so that a budget is kept and the damage is small.
+"""Allocation of ranks among a model's matrices, so that a budget is kept and the damage is small.
 
 Three ways: every matrix keeps the same share of its parameters; every matrix keeps the same share of its energy (of the
-sum of squares of its singular values); or the damage that was measured of each matrix's truncations adds up to the
-least. The last is one Lagrange multiplier over the lower convex hulls of the matrices' damage by cost (Shoham and
-Gersho 1988, "Efficient bit allocation for an arbitrary set of quantizers"): a matrix's rank rises as long as that
-spares more damage for what it costs than elsewhere.
+sum of squares of its singular values); or the measured damages of the matrices' truncations add up to the least. The
+last is one Lagrange multiplier over the lower convex hulls of the matrices' damage by cost (Shoham and Gersho 1988,
+"Efficient bit allocation for an arbitrary set of quantizers"): a matrix's rank rises as long as that spares more damage
+for its cost than elsewhere.
 """
 
 from __future__ import annotations
@@ -17,30 +17,28 @@ from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from surgeon.analysis.factors.matrices import Matrix
-from surgeon.analysis.spectrum_journal import ByWindow, SingularValues, Truncation
 from surgeon.errors import did_you_mean
 from surgeon.language.operations.lowrank import rank_for, saves
 from surgeon.language.sublayer import WRITING
+from surgeon.quality.summary import Values
 
 Allocation = Literal["uniform", "energy", "damage"]
 Ranks = dict[Matrix, int | None]  # None: the matrix stays whole
-Values = NDArray[np.float64]
 _STEPS = 1000  # of the share that uniform and energy allocations try
 _LEAST = 1e-12  # nats: measured damage below this, or below 0, is noise
 
 
 @dataclass(frozen=True)
 class Curve:
-    """What is known of one matrix.
+    """One matrix's singular values and damage.
 
     Attributes:
         size: (out_features, in_features).
         values: singular values by which it is truncated, largest first.
-        damage: what was measured of truncations: by rank, nats per token.
-        weight: what its damage is multiplied by, for what matrices of a layer do to each other.
+        damage: measured of truncations: by rank, nats per token.
+        weight: a factor of its damage, for what matrices of a layer do to each other.
     """
 
     matrix: Matrix
@@ -66,12 +64,9 @@ class Curve:
         return lost
 
     def damage_by_rank(self) -> Values:
-        """Damage by rank from 0 on, falling: a power of the lost energy between the ranks that were measured.
+        """Damage by rank from 0 on, falling: a power of the lost energy between measured ranks.
 
-        Beyond the outermost of them damage is proportional to the lost energy, as small errors' divergence is.
-
-        Raises:
-            ValueError: if no truncation of it was measured.
+        Beyond the outermost of them it is proportional to the lost energy, as small errors' divergence is.
         """
         if not self.damage:
             raise ValueError(f"no damage was measured of {self.matrix}; measure some of its ranks")
@@ -114,10 +109,10 @@ def parameters(curve: Curve, rank: int | None) -> float:
 
 
 def wire_values(curve: Curve, rank: int | None) -> float:
-    """How many values a matrix puts on the wire for each token under tensor parallelism (DeInfer, table 1).
+    """Count the values a matrix puts on the wire for each token under tensor parallelism (DeInfer, table 1).
 
-    First factors of what reads the stream are gathered, whole matrices send nothing; what writes to it is reduced, in
-    its rank or in the width of the stream, which costs twice as much a value.
+    First factors that read the stream are gathered, whole matrices send nothing; matrices that write to it are reduced,
+    in their rank or in the width of the stream, which costs twice as much a value.
     """
     if curve.matrix.role in WRITING:
         return 2.0 * (curve.size[0] if rank is None else rank)
@@ -127,7 +122,7 @@ def wire_values(curve: Curve, rank: int | None) -> float:
 
 
 def allocate(curves: Sequence[Curve], how: Allocation, budget: float, cost: Cost = parameters) -> Ranks:
-    """A rank for every matrix, which together cost no more than the budget.
+    """Allocate a rank to every matrix, which together cost no more than the budget.
 
     Raises:
         ValueError: if the budget is below what rank 1 everywhere costs, there is no such way, or for `damage` a
@@ -136,7 +131,7 @@ def allocate(curves: Sequence[Curve], how: Allocation, budget: float, cost: Cost
     if how not in get_args(Allocation):
         raise ValueError(f"there is no allocation {how!r}; {did_you_mean(how, get_args(Allocation))}")
     if how == "damage":
-        return by_damage(curves, budget, cost)[0]
+        return by_damage(curves, budget, cost)
     for step in range(_STEPS, 0, -1):
         share = step / _STEPS
         if how == "uniform":
@@ -149,12 +144,8 @@ def allocate(curves: Sequence[Curve], how: Allocation, budget: float, cost: Cost
     raise _too_small(budget, total_cost(curves, ranks, cost))
 
 
-def by_damage(curves: Sequence[Curve], budget: float, cost: Cost = parameters) -> tuple[Ranks, float]:
-    """The ranks of the least sum of damages, and the multiplier: what damage the last unit of the budget spares.
-
-    Raises:
-        ValueError: as `allocate`.
-    """
+def by_damage(curves: Sequence[Curve], budget: float, cost: Cost = parameters) -> Ranks:
+    """Find the ranks of the least sum of damages."""
     options: dict[Matrix, list[Option]] = {}
     for curve in curves:
         damage = curve.damage_by_rank()
@@ -171,17 +162,16 @@ def by_damage(curves: Sequence[Curve], budget: float, cost: Cost = parameters) -
         for before, after in pairwise(_hull(options[matrix]))
     ]
     heapq.heapify(steps)
-    multiplier = 0.0
     matrices = list(options)
     while steps:
-        slope, index, after = heapq.heappop(steps)
+        _, index, after = heapq.heappop(steps)
         needed = after.cost - chosen[matrices[index]].cost
         if needed > left:
-            multiplier = -slope
             break
-        chosen[matrices[index]], left = after, left - needed
+        chosen[matrices[index]] = after
+        left -= needed
     _spend(options, chosen, left)
-    return {matrix: option.rank for matrix, option in chosen.items()}, multiplier
+    return {matrix: option.rank for matrix, option in chosen.items()}
 
 
 def total_cost(curves: Sequence[Curve], ranks: Mapping[Matrix, int | None], cost: Cost = parameters) -> float:
@@ -200,12 +190,8 @@ def corrected(
 ) -> list[Curve]:
     """The curves with each layer's damage as it is where all its matrices are truncated at once.
 
-    The sum of single damages leaves out what truncations do to each other, which is of second order in their errors; it
-    is taken to be as large for all matrices of a layer.
-
-    Args:
-        ranks: about which it is measured.
-        together: measures the divergence with these matrices truncated and all others whole.
+    The sum of single damages leaves out their interaction, which is of second order in their errors; it is taken to be
+    as large for all matrices of a layer.
     """
     weights = {}
     for layer in sorted({curve.matrix.layer for curve in curves}):
@@ -214,20 +200,6 @@ def corrected(
         alone = foreseen_damage(own, cut)
         weights[layer] = max(together(cut), _LEAST) / alone if alone > 0 else 1.0
     return [replace(curve, weight=weights[curve.matrix.layer]) for curve in curves]
-
-
-def curves_of(
-    spectra: Mapping[Matrix, SingularValues], damage: Mapping[Truncation, ByWindow], method: str
-) -> tuple[Curve, ...]:
-    """The curves of what a spectrum has found of these matrices, for truncations by one method."""
-    measured: dict[Matrix, dict[int, float]] = {}
-    for truncation, quality in damage.items():
-        if truncation.method == method:
-            measured.setdefault(truncation.matrix, {})[truncation.rank] = float(quality["divergence"].mean())
-    return tuple(
-        Curve(matrix, found.size, found.plain if method == "plain" else found.whitened, measured.get(matrix, {}))
-        for matrix, found in spectra.items()
-    )
 
 
 def energy_rank(values: Values, share: float) -> int:
@@ -252,7 +224,7 @@ def effective_rank(values: Values) -> float:
 
 
 def kept_parameters(out_features: int, in_features: int, rank: int) -> float:
-    """Parameters of two factors of this rank, (out + in) r, as a share of the matrix's own; above 1 they are more."""
+    """Parameters of two factors of this rank, (out + in) r, as a share of the matrix's own."""
     return (out_features + in_features) * rank / (out_features * in_features)
 
 
@@ -275,7 +247,7 @@ def _slope(first: Option, second: Option) -> float:
 
 
 def _spend(options: Mapping[Matrix, Sequence[Option]], chosen: dict[Matrix, Option], left: float) -> None:
-    """Spend what is left, less than the next step of the hulls costs, on what spares most of all that it pays for."""
+    """Spend the rest, less than the next step of the hulls costs, on the largest spared damage that it pays for."""
     costs = {matrix: np.array([option.cost for option in some]) for matrix, some in options.items()}
 
     def better(one: Option, other: Option) -> Option:

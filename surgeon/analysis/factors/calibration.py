@@ -21,19 +21,12 @@ def load_calibration(
     separator: str | None = None,
     other: str | None = None,
 ) -> Windows:
-    """Windows to calibrate on: what follows the measured ones in their text, or the beginning of another text.
+    """Load windows to calibrate on: what follows the measured ones in their text, or the beginning of another text.
 
     Args:
-        model: a checkpoint folder, a hub name, "demo", or a model that is open.
-        data: the text measured on, as `load_windows` takes it.
         tokens: measured on, from the start of the data.
-        wanted: tokens to calibrate on; fewer if the text has no more, which a note says.
-        window, separator: as for the text measured on.
+        wanted: tokens to calibrate on; fewer if the text has no more, which a note tells.
         other: text to calibrate on instead of what follows.
-
-    Raises:
-        FileNotFoundError: if the model, a file of it, or the data is missing.
-        ValueError: if one of them cannot be used, or nothing follows the measured text.
     """
     opened = open_model(model)
     size = window_for(opened.config, window)
@@ -62,11 +55,7 @@ def _behind(
 
 
 def recorded(windows: Windows, after: int = 0) -> Calibration:
-    """How a recipe names the text that was calibrated on, wherever it is used from: a file by its whole path.
-
-    Args:
-        after: how many tokens come before it in its data.
-    """
+    """Name a calibration text, after so many tokens of its data, as recipes do: a file by its whole path."""
     path, column = file_and_column(windows.source)
     whole = windows.source if path is None else str(path.resolve())
     named: Calibration = {
@@ -83,10 +72,7 @@ def recorded(windows: Windows, after: int = 0) -> Calibration:
 
 
 def load_recorded(model: Model, calibration: Calibration) -> Windows:
-    """The text that a recipe names.
-
-    Args:
-        model: whose tokenizer reads it.
+    """Load the text that a recipe names.
 
     Raises:
         FileNotFoundError: if the text is gone.

@@ -1,4 +1,4 @@
-"""What the weights of a recipe's program follow from: how matrices are factorised, and which units are kept."""
+"""The makings of the weights of a recipe's program: how matrices are factorised, and which units are kept."""
 
 from __future__ import annotations
 
@@ -36,11 +36,7 @@ _TEXT = tuple(Calibration.__annotations__.keys() - set(WAYS))  # which text that
 
 @dataclass(frozen=True)
 class Making:
-    """How the factors of a matrix are found.
-
-    Attributes:
-        alpha: of the method activation.
-    """
+    """How the factors of a matrix are found; `alpha` is of the method activation."""
 
     method: Method = "plain"
     alpha: float = ALPHA
@@ -53,13 +49,13 @@ class Making:
 
 @dataclass(frozen=True)
 class FactorPlan:
-    """What factors a program needs, and which KV groups and neurons its narrowed sublayers have.
+    """The factors that a program needs, and the KV groups and neurons of its narrowed sublayers.
 
     Attributes:
         makings: of every matrix that the program has a rank for.
         calibration: the text that they go by; empty if none does.
-        units: of narrowed sublayers that are told their units without a text, by kind and layer.
-        importance: by what those whose units go by text choose them, likewise.
+        units: of narrowed sublayers whose units are known without a text, by kind and layer.
+        importance: the criterion of those whose units go by text, likewise.
     """
 
     program: Program
@@ -70,7 +66,6 @@ class FactorPlan:
 
     @property
     def has_calibrated_factors(self) -> bool:
-        """Whether some factors go by text."""
         return any(making.is_calibrated for making in self.makings.values())
 
     @property
@@ -80,12 +75,11 @@ class FactorPlan:
 
     @property
     def is_of_weights(self) -> bool:
-        """Whether the model's weights alone say all of it."""
         return not self.is_calibrated and not self.units
 
     @property
     def source(self) -> UnitsByLayer | None:
-        """Where its weights come from if nothing goes by text; None if the layers' weights alone say it."""
+        """The source of its weights if nothing goes by text; None if the layers' weights alone tell it."""
         if self.units:
             return UnitsByLayer(self.units)
         return None
@@ -97,7 +91,7 @@ class FactorPlan:
         return cls(program, dict.fromkeys(ranked, making))
 
     def to_json(self) -> dict[str, Any]:
-        """What the values of the factors follow from, beside the model and the text."""
+        """Identify the values of the factors, beside the model and the text."""
         methods = {str(matrix): [making.method, making.alpha] for matrix, making in sorted(self.makings.items())}
         ways = {name: self.calibration.get(name, False) for name in WAYS}
         chosen = sorted({**self.units, **self.importance}.items())
@@ -106,11 +100,7 @@ class FactorPlan:
 
 
 def plan_factors(recipe: Recipe, model: Model) -> FactorPlan:
-    """What a recipe says of the weights of its program.
-
-    Raises:
-        ValueError: as `recipe_program`; and if two entries name different texts, with file and line.
-    """
+    """Plan the weights of a recipe's program; ValueError if two entries name different texts."""
     program = model.program
     by_rank: dict[tuple[str, tuple[int, ...], str], Making] = {}
     calibration: Calibration | None = None
@@ -155,7 +145,7 @@ def _narrowed(program: Program) -> set[tuple[str, int]]:
 
 
 def _choice(kind: str, parameters: Mapping[str, Any]) -> UnitSource | Criterion:
-    """What says which units an entry of a recipe keeps of a kind: a source, or a criterion that goes by text."""
+    """The source of an entry's kept units of a kind, or a criterion that goes by text."""
     if kind == ATTENTION and isinstance(listed := parameters.get("heads"), list):
         return ListedUnits(tuple(listed))
     by = chosen_by(parameters)
@@ -172,7 +162,7 @@ RECORD = "factors.json"
 
 @dataclass(frozen=True)
 class FactorFacts:
-    """What is known of the factors of one matrix.
+    """Facts about the factors of one matrix.
 
     Attributes:
         rank: theirs.
@@ -251,7 +241,7 @@ class NoSource:
 
 
 def notes_on(facts: Mapping[Matrix, FactorFacts]) -> Iterator[str]:
-    """What a user should know of the text that factors were calibrated on, one line each."""
+    """Notes on the text that factors were calibrated on."""
     calibrated = {matrix: found for matrix, found in facts.items() if found.samples}
 
     def others(count: int) -> str:

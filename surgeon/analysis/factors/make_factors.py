@@ -1,9 +1,9 @@
-"""Factors for a program's matrices, made for the inputs that these get on a text, one node of the program at a time.
+"""Factors for a program's matrices, made for their inputs on a text, one node of the program at a time.
 
-A folder gets a file for each matrix, as `surgeon.checkpoint.factor_cache` reads them, as soon as its factors are made:
-started again on the same folder, the work goes on where it was, with equal results. Inputs are those in the program
-with whole matrices, or with `sequential` those in the program as it has become so far: matrices that read the stream
-come before those behind them. Inside a fork, all matrices are whole until those of the fork are made.
+A folder gets a file for each matrix as soon as its factors are made: started again on the same folder, the work goes on
+where it was, with equal results. Inputs are those in the program with whole matrices, or with `sequential` those in the
+program as it has become so far: matrices that read the stream come before those behind them. Inside a fork, all
+matrices are whole until those of the fork are made.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from surgeon.language.sublayer import WRITING, Sublayer
 from surgeon.memory import stay_below
 from surgeon.models.edit import as_stored, check_layers
 from surgeon.models.families import family_of
-from surgeon.models.weights import Factors, UnitsByLayer, UnitSource
+from surgeon.models.weights import Factors, FactorSource, UnitsByLayer, UnitSource
 from surgeon.models.weights.decompose import (
     NEEDS,
     Decomposer,
@@ -70,17 +70,10 @@ def make_factors(
     Args:
         model: whole in memory or streamed; it is left as it is. The program is over the layers that it is stored as.
         windows: the text to calibrate on; None if no method goes by one.
-        folder: made if it is not there.
         memory: a limit in bytes on the memory of the whole process.
         record: provenance to begin `factors.json` with.
-        kept: what the factors will be rounded to where they are used; the folder has them in float32.
-        units: what says which units narrowed sublayers have, by kind and layer; by default their weights.
-
-    Raises:
-        ValueError: if the model runs a program whose weights are those of no layer, or one of its own where a method
-            goes by its gradients; if the program does not fit it, numbers are not finite (naming layer and matrix), the
-            memory limit is too small, or the folder holds factors of something else.
-        OSError: if the folder cannot be written to, or another process is writing to it.
+        kept: the dtype that factors will be rounded to where they are used; the folder has them in float32.
+        units: sources of narrowed sublayers' units, by kind and layer; by default their weights.
     """
     check_layers(plan.program, model.config.num_hidden_layers)
     assert windows is not None or not plan.is_calibrated
@@ -95,13 +88,15 @@ def make_factors(
         kept = max(kept, torch.float32, key=lambda dtype: torch.finfo(dtype).eps)
         identity["kept"] = str(kept).removeprefix("torch.")
     with as_stored(model), FactorJournal(folder, identity) as journal:
-        work = _Work(model, plan, windows, journal, memory, kept, units or {})
-        if work.missing:
-            work.make_missing()
+        source = FactorCache(UnitsByLayer(units or {}, NoSource()), folder)
+        missing = [matrix for matrix in sorted(plan.makings) if not journal.has(matrix)]
+        if missing:
+            assert windows is not None
+            _Work(model, plan, missing, windows.ids, journal, memory, kept, source).make_missing()
         notes = tuple(notes_on(journal.facts))
         matrices = {str(matrix): vars(found) for matrix, found in journal.facts.items()}
         write_json(folder / RECORD, (record or {}) | identity | {"matrices": matrices, "notes": notes})
-        return FactorFolder(work.kept, journal.facts, notes)
+        return FactorFolder(source, journal.facts, notes)
 
 
 class InputSums:
@@ -133,69 +128,65 @@ class InputSums:
 
 
 class _Work:
+    """Makes missing factors in a run of the program, and with `update` in one beside it, with whole matrices."""
+
     def __init__(
         self,
         model: PreTrainedModel,
         plan: FactorPlan,
-        windows: Windows | None,
+        missing: list[Matrix],
+        ids: Tensor,
         journal: FactorJournal,
         memory: int | None,
         rounded_to: torch.dtype,
-        units: Mapping[tuple[str, int], UnitSource],
+        source: FactorSource,
     ) -> None:
-        self.model = model
         self.plan = plan
-        self.windows = windows
+        self.missing = missing
         self.journal = journal
         self.memory = memory
         self.rounded_to = rounded_to
-        self.kept = FactorCache(UnitsByLayer(units, NoSource()), journal.folder)
         self.sequential = bool(plan.calibration.get("sequential"))
         self.update = bool(plan.calibration.get("update"))
-        self.missing = [matrix for matrix in sorted(plan.makings) if not journal.has(matrix)]
+        shapes = family_of(model.config).layer_shapes(model.config).matrices
+        sizes = [shapes[matrix.role] for matrix in missing]
+        # Beside the streams there are sums over inputs, and the decomposition of a matrix.
+        widest = max(inputs for _, inputs in sizes)
+        largest = max(outputs * inputs for outputs, inputs in sizes)
+        beside = 8 * ((5 + self.update) * widest**2 + 4 * largest)
+        runs = [ProgramRun(model, plan.program, ids, beside, memory, source) for _ in range(1 + self.update)]
+        self.run = runs[0]
+        self.whole = runs[1] if self.update else None
 
     def make_missing(self) -> None:
         """Go through the program up to the last node that lacks factors."""
         nodes = self.plan.program.nodes
+        whole = self.whole
         places = [place for place, node in enumerate(nodes) if matrices_in(node, self.missing)]
         with progress("factors", len(self.plan.makings), "matrices", len(self.plan.makings) - len(self.missing)) as ran:
-            run = self._run()
-            whole = self._run() if self.update else None
             for place in range(places[-1] + 1):
                 before = len(self.missing)
-                states = self._make(nodes[place], run, whole)
+                states = None
+                for matrices, run_as in self._stages(nodes[place]):
+                    states = self._make(matrices, run_as)
                 ran(before - len(self.missing))
                 if place < places[-1]:
-                    run.step(states)
+                    self.run.step(None if self.sequential else states)
                     if whole is not None:
                         whole.step([whole.see(part, (), lambda *_: None, _without_ranks) for part in whole.parts])
 
-    def _run(self) -> ProgramRun:
-        assert self.windows is not None
-        shapes = family_of(self.model.config).layer_shapes(self.model.config).matrices
-        sizes = [shapes[matrix.role] for matrix in self.missing]
-        # Beside the streams there are sums over inputs, and the decomposition of a matrix.
-        widest = max((inputs for _, inputs in sizes), default=0)
-        largest = max((outputs * inputs for outputs, inputs in sizes), default=0)
-        beside = 8 * ((5 + self.update) * widest**2 + 4 * largest)
-        return ProgramRun(self.model, self.plan.program, self.windows.ids, beside, self.memory, self.kept)
-
-    def _make(self, node: Node, run: ProgramRun, whole: ProgramRun | None) -> list[State] | None:
-        """Make a node's missing factors; the states after the node, if it ran as it has to."""
-        states = None
-        for matrices, run_as in self._stages(node):
-            groups: dict[tuple[Sublayer, bool], list[Matrix]] = {}
-            for matrix in matrices:
-                groups.setdefault(matrix.inputs, []).append(matrix)
-            sums, states = self._collect(list(groups.values()), run_as, run, whole)
-            for group in groups.values():
-                self._factorise(group, sums.get(group[0]), run)
-        if self.sequential:
-            return None
+    def _make(self, matrices: Sequence[Matrix], run_as: Renaming) -> list[State]:
+        """Make factors of matrices of the next node; the states after it, as it ran."""
+        groups: dict[tuple[Sublayer, bool], list[Matrix]] = {}
+        for matrix in matrices:
+            groups.setdefault(matrix.inputs, []).append(matrix)
+        sums, states = self._collect(list(groups.values()), run_as)
+        for group in groups.values():
+            self._factorise(group, sums.get(group[0]))
         return states
 
     def _stages(self, node: Node) -> Iterator[tuple[list[Matrix], Renaming]]:
-        """Which matrices of a node are made together, and what of its sublayers runs meanwhile."""
+        """Yield matrices of a node that are made together, with the sublayers that run meanwhile."""
         matrices = matrices_in(node, self.missing)
         if self.sequential and isinstance(node, Step):
             first = [matrix for matrix in matrices if matrix.role not in WRITING]
@@ -207,11 +198,10 @@ class _Work:
         elif matrices or not self.sequential:
             yield matrices, _without_ranks
 
-    def _collect(
-        self, groups: Sequence[list[Matrix]], run_as: Renaming, run: ProgramRun, whole: ProgramRun | None
-    ) -> tuple[dict[Matrix, InputSums], list[State]]:
+    def _collect(self, groups: Sequence[list[Matrix]], run_as: Renaming) -> tuple[dict[Matrix, InputSums], list[State]]:
         """Sums over the inputs of the first matrix of each group that goes by text, and the states after the node."""
         makings = self.plan.makings
+        whole = self.whole
         watched = {group[0]: group for group in groups if any(makings[one].is_calibrated for one in group)}
         sums: dict[Matrix, InputSums] = {}
         others: dict[Matrix, list[Tensor]] = {}
@@ -223,18 +213,18 @@ class _Work:
             sums[matrix].add(inputs, others[matrix].pop(0) if whole is not None else None)
 
         states = []
-        for index, part in enumerate(run.parts):
+        for index, part in enumerate(self.run.parts):
             if whole is not None and watched:
                 others.clear()
                 others.update((matrix, []) for matrix in watched)
                 whole.see(whole.parts[index], watched, lambda matrix, x: others[matrix].append(x), _without_ranks)
-            states.append(run.see(part, watched, seen, run_as))
+            states.append(self.run.see(part, watched, seen, run_as))
             stay_below(self.memory)
         return sums, states
 
-    def _factorise(self, matrices: Sequence[Matrix], known: InputSums | None, run: ProgramRun) -> None:
+    def _factorise(self, matrices: Sequence[Matrix], known: InputSums | None) -> None:
         """Make the factors of matrices that get the same inputs."""
-        weights = run.parts[0].machine.layers.weights()
+        weights = self.run.parts[0].machine.layers.weights()
         ways: dict[Making, Decomposer] = {}
         for matrix in matrices:
             making = self.plan.makings[matrix]
@@ -256,12 +246,7 @@ class _Work:
     def _factors(
         self, matrix: Matrix, values: Tensor, decompose: Decomposer, known: InputSums | None
     ) -> tuple[Factors, FactorFacts]:
-        """A matrix's factors and what is known of them.
-
-        Args:
-            values: (out, in), in float32 or wider.
-            known: of its inputs, if it goes by them.
-        """
+        """A matrix's factors and facts; `known` are sums over its inputs, if it goes by them."""
         rank = matrix.sublayer.rank(matrix.role)
         assert rank is not None
         found = decompose(values)
@@ -276,8 +261,6 @@ class _Work:
             whole = truncation_loss(values.cpu(), nothing, moment)
             if whole > 0:
                 loss = truncation_loss(values.cpu(), factors, moment) / whole
-            else:
-                loss = None
         samples = 0 if known is None else known.samples
         return factors, FactorFacts(rank, min(values.shape), values.shape[1], found.reached, samples, loss)
 
@@ -287,5 +270,5 @@ def _without_ranks(sublayer: Sublayer) -> Sublayer:
 
 
 def _with_first_ranks(sublayer: Sublayer) -> Sublayer:
-    """With factors in place of what reads the stream only."""
+    """Keep factors of matrices that read the stream only."""
     return replace(sublayer, ranks=tuple(entry for entry in sublayer.ranks if entry[0] not in WRITING))

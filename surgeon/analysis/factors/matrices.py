@@ -34,7 +34,7 @@ class Matrix:
 
     @classmethod
     def of(cls, layer: int, role: str) -> Matrix:
-        """Of a layer as it is stored."""
+        """Name a matrix of a layer as it is stored."""
         (kind,) = (kind for kind in KINDS if role in ROLES[kind])
         return cls(Sublayer(kind, (layer,)), role)
 
@@ -48,16 +48,12 @@ class Matrix:
 
     @property
     def inputs(self) -> tuple[Sublayer, bool]:
-        """The same for matrices that get the same inputs: whose, and whether they read the stream, as q and up do."""
+        """Equal for matrices of equal inputs: the sublayer, and whether they read the stream, as q and up do."""
         return self.sublayer, self.role not in WRITING
 
 
 class Matrices:
-    """Reads and replaces the matrices of an unedited model.
-
-    Args:
-        model: left as it is.
-    """
+    """Reads and replaces the matrices of an unedited model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.family = family_of(model.config)
@@ -93,12 +89,7 @@ class Matrices:
             module.weight = own
 
     def check(self, matrices: Sequence[Matrix]) -> None:
-        """Refuse matrices that cannot be read and replaced.
-
-        Raises:
-            ValueError: naming layer and weight, if the module is no plain linear one, its weight is not in memory, or
-                it holds NaN or infinity.
-        """
+        """Refuse matrices that are no plain linear ones, not in memory, or not finite, by ValueError."""
         from transformers.pytorch_utils import Conv1D
 
         for matrix in matrices:
@@ -116,7 +107,7 @@ class Matrices:
                 raise ValueError(f"{matrix} holds NaN or infinity; fetch or convert the checkpoint again")
 
     def stored(self, matrix: Matrix) -> Dense:
-        """Where its values lie in the module's weight."""
+        """The place of its values in the module's weight."""
         stored = self.weights.matrix(matrix.sublayer, matrix.role)
         assert isinstance(stored, Dense)
         return stored
@@ -128,11 +119,7 @@ class Matrices:
 
 
 def choose_layers(num_layers: int, layers: range | None) -> range:
-    """The layers asked for, or all.
-
-    Raises:
-        ValueError: if they are not among the model's.
-    """
+    """The layers asked for, or all; ValueError if they are not among the model's."""
     if layers is None:
         return range(num_layers)
     if not layers or layers.start < 0 or layers.stop > num_layers:
@@ -141,11 +128,7 @@ def choose_layers(num_layers: int, layers: range | None) -> range:
 
 
 def choose_weights(family: Family, names: Sequence[str] | None) -> tuple[str, ...]:
-    """The roles asked for, in the order of programs, or all that it has one matrix of in a layer.
-
-    Raises:
-        ValueError: if the family has no such weight, or none is named.
-    """
+    """The roles asked for, in the order of programs, or all; ValueError if the family has no such one."""
     inside = {projection.role for spec in family.specs() for projection in spec.projections if not projection.stacked}
     known = [role for kind in KINDS for role in ROLES[kind] if role in inside]
     for name in names or ():
@@ -157,7 +140,7 @@ def choose_weights(family: Family, names: Sequence[str] | None) -> tuple[str, ..
 
 
 def find_matrices(family: Family, layers: range, weights: Sequence[str]) -> list[Matrix]:
-    """These weights of the layers that have them, in the order in which the model uses them; experts' are none."""
+    """These weights of the layers that have them, in the order of their use; experts' are none."""
     return [
         Matrix.of(layer, projection.role)
         for layer in layers
@@ -168,5 +151,5 @@ def find_matrices(family: Family, layers: range, weights: Sequence[str]) -> list
 
 
 def parse_weights(text: str) -> list[str]:
-    """Names of weights from a list such as "q,k"."""
+    """Parse a list such as "q,k"."""
     return [name.strip() for name in text.split(",") if name.strip()]

@@ -1,7 +1,7 @@
-"""A program on a text, node by node: what its matrices get as inputs, and what it predicts from some node on.
+"""A program on a text, node by node: inputs of its matrices, and its predictions from some node on.
 
-Streams of all tokens are held before one node at a time, so that a model of any size is gone through once, with what is
-summed up for the matrices of one node in memory.
+Streams of all tokens are held before one node at a time, so that a model of any size is gone through once, with sums
+for the matrices of one node in memory.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -27,10 +26,12 @@ from surgeon.language.sublayer import Sublayer
 from surgeon.models.edited_layers import ModelMachine
 from surgeon.models.weights import FactorSource
 from surgeon.quality.head import OutputHead, join_measures
+from surgeon.quality.summary import Values
 
 Renaming = Callable[[Sublayer], Sublayer]
 Seen = Callable[..., None]  # gets a matrix and its inputs, (..., in); of experts, too, who is sent to which (EXPERTS)
 EXPERTS = "experts"  # stands for the role of a matrix where a mixture's experts together get their inputs
+S = TypeVar("S", bound=Any)  # sums over inputs, with a method `add`
 
 
 @dataclass
@@ -52,12 +53,8 @@ class ProgramRun:
     Args:
         model: the layers that it is stored as.
         ids: (windows, tokens), all of them real tokens.
-        beside: bytes of what is held beside the streams.
+        beside: bytes that are held beside the streams.
         memory: a limit in bytes on the memory of the whole process.
-        factors: of matrices that the program has a rank for.
-
-    Raises:
-        ValueError: if the embedded tokens are not finite, or the memory limit is too small.
     """
 
     def __init__(
@@ -82,22 +79,14 @@ class ProgramRun:
         """The state of a part after the next node, whose matrices' inputs are shown; the part stays where it is.
 
         Args:
-            matrices: whose inputs are shown.
             run_as: the sublayer that runs in place of another, of fewer ranks.
-
-        Raises:
-            ValueError: naming the matrix whose inputs are not finite.
         """
         machine = _Tapping(part.machine, run_as or (lambda sublayer: sublayer), matrices, seen)
         return advance(part.state, self.nodes[self.place], machine)
 
     @torch.inference_mode()
     def step(self, states: list[State] | None = None) -> None:
-        """Go on behind the next node, with the states that `see` gave, or by running it as it is.
-
-        Raises:
-            ValueError: naming the node whose outputs are not finite.
-        """
+        """Go on behind the next node, with the states that `see` gave, or by running it as it is."""
         node = self.nodes[self.place]
         for index, part in enumerate(self.parts):
             part.state = advance(part.state, node, part.machine) if states is None else states[index]
@@ -105,11 +94,23 @@ class ProgramRun:
                 raise not_finite(node)
         self.place += 1
 
+    def sum_inputs(
+        self, matrices: Collection[Matrix], sums: dict[Matrix, S], new: Callable[[Matrix, Tensor], S]
+    ) -> None:
+        """Go on behind the next node, and add its matrices' inputs to their sums, which are made when they are new."""
+
+        def seen(matrix: Matrix, inputs: Tensor, *routed: Tensor) -> None:
+            if matrix not in sums:
+                sums[matrix] = new(matrix, inputs)
+            sums[matrix].add(inputs, *routed)
+
+        self.step([self.see(part, matrices, seen) for part in self.parts])
+
     @torch.inference_mode()
     def rest(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Run all nodes from the next one on: token ids and the stream after the program, some windows at a time.
 
-        Neither the place nor the streams change, so that it can be called again with other weights.
+        Place and streams stay, so that it can be called again with other weights.
         """
         for part in self.parts:
             state = part.state
@@ -119,21 +120,17 @@ class ProgramRun:
 
 
 class ReferenceText:
-    """What a program predicts on a text, to compare changed ones with that run on the same text.
-
-    Attributes:
-        predictions: some windows at a time.
-    """
+    """A program's predictions on a text, some windows at a time, to compare changed ones with."""
 
     def __init__(self, model: PreTrainedModel, run: ProgramRun) -> None:
         self.head = OutputHead(model)
         self.predictions = [self.head.reference(stream, ids) for ids, stream in run.rest()]
 
-    def nll(self) -> NDArray[np.float64]:
+    def nll(self) -> Values:
         """Its own negative log-likelihood, (windows,), nats per token."""
         return join_measures([known.quality for known in self.predictions])[0]
 
-    def quality(self, run: ProgramRun) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def quality(self, run: ProgramRun) -> tuple[Values, Values]:
         """Negative log-likelihood of another, and its divergence from this one, (windows,) each, nats per token."""
         parts = zip(run.rest(), self.predictions, strict=True)
         return join_measures([self.head.compare(stream, known) for (_, stream), known in parts])
@@ -146,7 +143,7 @@ def matrices_in(node: Node, matrices: Collection[Matrix]) -> list[Matrix]:
 
 
 class _Tapping(ModelMachine):
-    """Runs sublayers as others say, and shows what their matrices get.
+    """Runs sublayers as others tell, and shows the inputs of their matrices.
 
     Of a slice, inputs are shown of the whole sublayer, run on the slice's stream.
     """

@@ -1,12 +1,13 @@
 """Ranks under a budget, and allocated ranks as a recipe.
 
-Damage is measured of one matrix at a time. A layer's matrices cut at once do more, or less, than the sum, which is of
-second order in their errors. So ranks by damage are found twice: each layer is measured with all its matrices at the
-ranks that were found first, their damage is scaled by what comes out, and ranks are shared out again.
+Damage is measured of one matrix at a time. A layer's matrices cut at once do more, or less, than the sum, by a term of
+second order in their errors. So ranks by damage are allocated twice: each layer is measured with all its matrices at
+their first ranks, their damage is scaled by the result, and ranks are allocated again.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -53,34 +54,26 @@ _BUDGET = re.compile(r"\s*(\w+)\s*=\s*(.*?)(x?)\s*")
 
 @dataclass(frozen=True)
 class RankBudget:
-    """What all matrices together may cost; checks itself.
+    """The most that all matrices together may cost, and its allocation among them; checks itself.
 
     Attributes:
         quantity: parameters, the bytes that they take, or the bytes that one token puts on the wire (`wire_values`).
         most: how many; where it is relative, how many times as many as of the whole matrices.
         size: bytes of one number.
-
-    Raises:
-        ValueError: if it is not above 0, or relative and above 1.
     """
 
     quantity: Quantity
     most: float
     relative: bool = False
     size: int = 1
+    allocation: Allocation = "damage"
 
     def __post_init__(self) -> None:
-        if not 0 < self.most <= (1 if self.relative else float("inf")):
-            if self.quantity == "params" and self.relative:
-                name = "keep"
-            else:
-                name = self.quantity
-            limits = "more than 0 and at most 1" if self.relative else "more than 0"
-            raise ValueError(f"{name} must be {limits}, not {self.most:g}")
-
-    @classmethod
-    def keep(cls, share: float) -> RankBudget:
-        return cls("params", share, relative=True)
+        if self.relative and not 0 < self.most <= 1:
+            name = "keep" if self.quantity == "params" else self.quantity
+            raise ValueError(f"{name} must be more than 0 and at most 1, not {self.most:g}")
+        if not 0 < self.most <= math.inf:
+            raise ValueError(f"{self.quantity} must be more than 0, not {self.most:g}")
 
     @property
     def cost(self) -> Cost:
@@ -94,9 +87,13 @@ class RankBudget:
             return self.most * sum(self.cost(curve, None) for curve in curves)
         return self.most
 
+    def ranks(self, curves: Sequence[Curve]) -> Ranks:
+        """Allocate a rank to each matrix; ValueError as `allocate`."""
+        return allocate(curves, self.allocation, self.amount(curves), self.cost)
 
-def parse_budget(text: str, size: int) -> RankBudget:
-    """A budget as a user writes it, such as params=3M, weight_bytes=20MB or wire_bytes=0.5x.
+
+def parse_budget(text: str, size: int, allocation: Allocation = "damage") -> RankBudget:
+    """Parse a budget such as params=3M, weight_bytes=20MB or wire_bytes=0.5x.
 
     Args:
         size: bytes of one number.
@@ -113,43 +110,21 @@ def parse_budget(text: str, size: int) -> RankBudget:
     if quantity is None:
         raise ValueError(f"there is no budget on {name!r}; {did_you_mean(name, quantities)}")
     if quantity != "params" and not relative:
-        return RankBudget(quantity, parse_size(amount), size=size)
+        return RankBudget(quantity, parse_size(amount), size=size, allocation=allocation)
     try:
         most = float(amount.replace(",", ""))
     except ValueError:
         raise ValueError(f"{amount!r} in the budget {text!r} is no number") from None
-    return RankBudget(quantity, most, bool(relative), size)
-
-
-@dataclass(frozen=True)
-class Share:
-    """What the matrices may cost in all, and how that is shared out."""
-
-    budget: RankBudget
-    allocation: Allocation
-
-    def ranks(self, curves: Sequence[Curve]) -> Ranks:
-        """A rank for each matrix; ValueError as `allocate`."""
-        return allocate(curves, self.allocation, self.budget.amount(curves), self.budget.cost)
+    return RankBudget(quantity, most, bool(relative), size, allocation)
 
 
 def corrected_ranks(
-    subject: Subject, curves: Sequence[Curve], share: Share, method: Method, calibration: Windows, folder: Path
+    subject: Subject, curves: Sequence[Curve], budget: RankBudget, method: Method, calibration: Windows, folder: Path
 ) -> Ranks:
-    """Ranks for a share of the parameters, shared out by damage and then once more by corrected damage.
-
-    Args:
-        subject: layers are measured on its text.
-        method: of the factors.
-        calibration: what factors are calibrated on.
-        folder: for the factors of the ranks that were found first.
-
-    Raises:
-        ValueError, OSError: as `allocate` and `make_factors`.
-    """
+    """Allocate ranks by damage, and once more by corrected damage."""
     model = subject.model
     ids = subject.windows.ids
-    first = share.ranks(curves)
+    first = budget.ranks(curves)
     with as_stored(model) as own:
         plan = FactorPlan.all_by(Making(method), ranked(own, first))
         source = make_factors(model, plan, calibration, folder, model_hash=subject.opened.hash).source
@@ -161,11 +136,11 @@ def corrected_ranks(
                 changed = ProgramRun(model, ranked(own, ranks), ids, factors=source)
                 return estimate(*reference.quality(changed)).divergence
 
-            return share.ranks(corrected(curves, first, together))
+            return budget.ranks(corrected(curves, first, together))
 
 
 def ranked(own: Program, ranks: Mapping[Matrix, int | None]) -> Program:
-    """A model's own program with factors of these ranks; matrices that are not named stay whole."""
+    """Give a model's own program factors of these ranks; other matrices stay whole."""
     by_sublayer: dict[Sublayer, list[tuple[str, int]]] = {}
     for matrix, rank in ranks.items():
         if rank is not None:
@@ -179,20 +154,16 @@ def ranked(own: Program, ranks: Mapping[Matrix, int | None]) -> Program:
 
 
 def write_recipe(
-    folder: Path, subject: Subject, found: Spectrum, share: Share, ranks: Ranks, calibration: Calibration
+    folder: Path, subject: Subject, found: Spectrum, budget: RankBudget, ranks: Ranks, calibration: Calibration
 ) -> Path:
-    """Write recipe.yaml with the ranks that a spectrum gives, bound to the model; returns its path.
-
-    Raises:
-        OSError: if it cannot be written.
-    """
+    """Write recipe.yaml with the ranks that a spectrum gives, bound to the model; returns its path."""
     operation = as_operation(ranks, found.record["method"], calibration)
     recipe = Recipe(subject.opened.reference, (operation,), weights=subject.opened.hash)
     curves = found.curves
     whole = sum(parameters(curve, None) for curve in curves)
     kept = total_cost(curves, ranks) / whole
     comments = [
-        f"# Ranks by {share.allocation}, found by: {command_line()}",
+        f"# Ranks by {budget.allocation}, found by: {command_line()}",
         f"# {kept:.1%} of the {whole:,} parameters of {len(curves)} matrices are kept.",
     ]
     if all(curve.damage for curve in curves):
@@ -203,7 +174,7 @@ def write_recipe(
 
 
 def as_operation(ranks: Ranks, method: str, calibration: Calibration | None = None) -> AppliedOperation:
-    """The entry of a recipe that gives matrices these ranks; a method that needs no text gets none."""
+    """Make the entry of a recipe that gives matrices these ranks; a method that needs no text gets none."""
     layers = sorted({matrix.layer for matrix in ranks})
     stretch = range(layers[0], layers[-1] + 1)
     by_role: dict[str, dict[int, int | None]] = {}

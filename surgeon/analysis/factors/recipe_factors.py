@@ -1,4 +1,4 @@
-"""The weights that a recipe asks for: factors where it says how they are calibrated, and units that it chooses."""
+"""Weights of a recipe: calibrated factors, and units that it chooses."""
 
 from __future__ import annotations
 
@@ -20,20 +20,14 @@ from surgeon.opened import EditedModel
 def with_factors(
     edited: EditedModel, folder: Path, memory: int | None = None, kept: torch.dtype | None = None
 ) -> EditedModel:
-    """An edited model with the factors that its recipe has calibrated on a text, made in a folder or found there.
+    """Make or find the factors that a recipe has calibrated on a text, and choose heads and neurons by it.
 
-    And with the heads and neurons that the recipe chooses otherwise than by the weights. Its recipe names the text that
-    was used then. What there is to know of the factors is a warning. A model without a recipe, whose recipe has no such
-    factors or units, or that has factors already, comes back as it is.
+    The recipe then names the text that was used; notes on the factors are warnings. A model without such a recipe, or
+    with factors already, comes back as it is.
 
     Args:
         memory: the most that making them may take, in bytes.
-        kept: what they will be stored in, where that is not the model's own dtype.
-
-    Raises:
-        FileNotFoundError: if the text is gone.
-        ValueError: if the text has changed or cannot be used, or as `make_factors`.
-        OSError: if the folder cannot be written to.
+        kept: the dtype they will be stored in, where that is not the model's own.
     """
     recipe = edited.recipe
     model = edited.model
@@ -93,7 +87,7 @@ def _calibrated(entry: AppliedOperation, text: Mapping[str, Any]) -> AppliedOper
 
 
 def with_units(edited: EditedModel, plan: FactorPlan) -> EditedModel:
-    """An edited model with the heads and neurons that its recipe chooses without a text."""
+    """Choose an edited model's heads and neurons that its recipe names without a text."""
     if plan.source is None:
         return edited
     return replace(edited, factors=plan.source, factors_identity=plan.to_json())

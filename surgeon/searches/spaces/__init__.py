@@ -1,6 +1,6 @@
 """Spaces: the kinds of edits that a search chooses among, one short file each.
 
-Every module of this folder is imported here, so that a space is known as soon as its file is there.
+Every module of this folder is imported here, which registers its spaces.
 """
 
 from importlib import import_module

@@ -1,8 +1,8 @@
-"""What a space is: a kind of edits, what they exclude, and the operations of a recipe that they come to.
+"""Spaces: kinds of edits, with their exclusions and the operations of a recipe.
 
 A point of a search is a choice of edits. Edits that claim the same thing exclude each other; all others go together,
 within a space and across spaces. A choice is decoded space by space, those of lower place first: each sees the program
-that the ones before it made, and says which operations carry out its edits there.
+that the ones before it made, and gives the operations of its edits there.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _LATE = {ATTENTION: "the lateness of the attention", FEED_FORWARD: "the lateness
 
 
 class Space(ABC):
-    """Edits of one kind; what it makes of a choice, and its claims, follow from the arguments alone.
+    """Edits of one kind; operations and claims follow from the arguments alone.
 
-    A space says of which layers its edits are, and what one operation of them is; where that is not enough it has an
-    `edits` and `operations` of its own.
+    A space gives the layers of its edits, and one operation of them; where that is not enough it has an `edits` and
+    `operations` of its own.
 
     Attributes:
         name: as users write it, and as its edits begin.
@@ -62,7 +62,7 @@ class Space(ABC):
 
     @classmethod
     def read(cls, argument: str) -> dict[str, Any]:
-        """What stands behind the colon (`pair:4`), which may be nothing, as the constructor takes it.
+        """Parse the text behind the colon (`pair:4`), which may be empty, into arguments of the constructor.
 
         Raises:
             ValueError: if it takes no such argument.
@@ -72,7 +72,7 @@ class Space(ABC):
         return {}
 
     def on_text(self, text: Calibration) -> Space:  # noqa: ARG002
-        """The space in a search on a text, as recipes name it, that what its edits leave may go by."""
+        """The space in a search on a text, as recipes name it."""
         return self
 
     def sizes(self, model: Model) -> Iterable[int]:  # noqa: ARG002
@@ -80,11 +80,11 @@ class Space(ABC):
         return (1,)
 
     def options(self, model: Model) -> Iterable[str]:  # noqa: ARG002
-        """In which ways layers can be edited."""
+        """Ways in which layers can be edited."""
         return ("",)
 
     def edits(self, model: Model) -> Iterator[Edit]:
-        """Every edit there is; one whose operations refuse the model is left out by whoever asks."""
+        """Every edit there is; one whose operations refuse the model is left out by the caller."""
         if self.of_two_steps and model.family.steps_per_layer == 1:
             return
         for option in self.options(model):
@@ -93,7 +93,7 @@ class Space(ABC):
                     yield Edit(first, first + size, self.name, option)
 
     def claims(self, edit: Edit) -> frozenset[Claim]:
-        """What the edit wants for itself."""
+        """Claims of the edit."""
         return claims_of_shape(edit)
 
     def operations(self, edits: Sequence[Edit], program: Program, model: Model) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
@@ -103,7 +103,7 @@ class Space(ABC):
 
         Args:
             edits: at least one, in ascending order.
-            program: what spaces of lower place have made of the model.
+            program: made of the model by spaces of lower place.
         """
         ways = sorted({_way(edit) for edit in edits})
         return tuple(self.operation(joined(e.layers for e in edits if _way(e) == way), *way) for way in ways)
@@ -113,7 +113,7 @@ class Space(ABC):
         raise NotImplementedError(f"the space {self.name} says no operation")
 
     def obstacle(self, model: Model) -> str:
-        """Why the model can have none of the edits, where it cannot: what follows on "the space has no edits"."""
+        """The reason why the model can have none of the edits, where it cannot."""
         if self.of_two_steps and model.family.steps_per_layer == 1:
             return "attention and MLP of its layers read the same stream already"
         if model.own is not None:
@@ -123,7 +123,7 @@ class Space(ABC):
     def stretches(self, model: Model) -> Iterator[list[Edit]]:
         """Unbroken stretches, as papers choose them: edits side by side, from every layer on, as far as there are.
 
-        As many of each one's first edits as a budget needs are a first proposal.
+        A first proposal has as many of each one's first edits as a budget needs.
         """
         for _, edits in groupby(sorted(self.edits(model), key=_way), key=_way):
             by_first = {edit.first: edit for edit in edits}
@@ -137,14 +137,13 @@ class Space(ABC):
 
 
 class SizedSpace(Space):
-    """A space of edits of several sizes; a whole number behind the colon says the largest (`pair:4`).
+    """A space of edits of several sizes; a whole number behind the colon is the largest (`pair:4`).
 
     Attributes:
         largest: the most layers of an edit.
         usual: the same where no number is given.
-        least: a number that makes sense.
-        example: for messages.
-        asked: what the number says, in a few words, for messages.
+        least: the smallest number that makes sense.
+        example, asked: a number and its meaning, for messages.
     """
 
     usual: ClassVar[int] = 2
@@ -173,22 +172,18 @@ def _way(edit: Edit) -> tuple[str, int]:
 
 
 def claims_of_shape(edit: Edit, late: bool = False) -> frozenset[Claim]:
-    """Claims of an edit that arranges the steps of its layers anew.
-
-    Args:
-        late: whether these steps can read late no more (of forks).
-    """
+    """Claims of an edit that arranges the steps of its layers anew, perhaps so that they can read late no more."""
     shape = {(SHAPE, layer) for layer in edit.layers}
     return frozenset(shape.union(*(claims_of_late(edit, kind) for kind in KINDS)) if late else shape)
 
 
 def claims_of_late(edit: Edit, kind: str) -> frozenset[Claim]:
-    """Claims of an edit that says when attentions or feed-forwards read the stream."""
+    """Claims of an edit that tells when attentions or feed-forwards read the stream."""
     return frozenset((_LATE[kind], layer) for layer in edit.layers)
 
 
 def claims_of_ranks(edit: Edit, kind: str, roles: Collection[str] | None = None) -> frozenset[Claim]:
-    """Claims of an edit that gives matrices of attentions or feed-forwards ranks; by default all that there can be."""
+    """Claims of an edit that gives matrices of attentions or feed-forwards ranks; by default all of them."""
     return frozenset((f"the rank of {role}", layer) for role in roles or ROLES[kind] for layer in edit.layers)
 
 
@@ -198,7 +193,7 @@ def claims_of_slices(edit: Edit, kind: str) -> frozenset[Claim]:
 
 
 def joined(stretches: Iterable[range]) -> tuple[range, ...]:
-    """Stretches in order, those that touch as one."""
+    """Put stretches in order, those that touch as one."""
     found: list[range] = []
     for stretch in sorted(stretches, key=lambda each: each.start):
         if found and found[-1].stop == stretch.start:
@@ -209,7 +204,7 @@ def joined(stretches: Iterable[range]) -> tuple[range, ...]:
 
 
 def layers_joined(layers: Iterable[int]) -> tuple[range, ...]:
-    """Layers as stretches."""
+    """Join layers into stretches."""
     return joined(range(layer, layer + 1) for layer in layers)
 
 
@@ -224,18 +219,14 @@ SPACES: dict[str, type[Space]] = {}
 
 
 def register(space: S) -> S:
-    """Make a space known under its name.
-
-    Raises:
-        ValueError: if another one has it.
-    """
+    """Register a space by its name; ValueError if another one has it."""
     if SPACES.setdefault(space.name, space) is not space:
         raise ValueError(f"there are two spaces called {space.name}")
     return space
 
 
 def usual_spaces(quantities: Collection[str]) -> tuple[str, ...]:
-    """Names of the spaces of a question that names none: all that lessen what it asks for.
+    """Name the spaces of a question that names none: all that lessen its quantities.
 
     Of depth alone that is layers in pairs, which keep all weights.
     """
@@ -246,10 +237,10 @@ def usual_spaces(quantities: Collection[str]) -> tuple[str, ...]:
 
 
 def parse_spaces(text: str, ranks: int = 2) -> tuple[Space, ...]:
-    """Spaces as a user writes them: pair, or pair:4,ladder,rank.
+    """Parse spaces: pair, or pair:4,ladder,rank.
 
     Args:
-        ranks: tensor-parallel ranks that programs are to run on, of which tracks have a slice for each.
+        ranks: tensor-parallel ranks that programs are to run on.
 
     Raises:
         ValueError: if one is not known, is named twice, or takes no such argument.

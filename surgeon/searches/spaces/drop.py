@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 @register
 class Drops(Space):
-    """Whole layers, or their attentions or MLPs alone: an edit's option says which.
+    """Whole layers, or their attentions or MLPs alone, by an edit's option.
 
-    What is left out can be neither late nor of low rank; the other half of a layer can.
+    Left out, they can be neither late nor of low rank; the other half of a layer can.
     """
 
     name = "drop"

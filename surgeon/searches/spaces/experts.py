@@ -34,12 +34,12 @@ EDGE = 2  # of the experts that are kept, so many of the least salient may give 
 class KeptExperts(Space):
     """A mixture that keeps some experts: an edit's option has their numbers.
 
-    Those of the highest saliency on the text of the search (REAP), and the choices that come from these by one of the
-    last that stay for one of the first that go. What keeps some experts has no ranks.
+    Those of the highest saliency on the text of the search (REAP), and choices that exchange one of the last that stay
+    for one of the first that go. A mixture that keeps some experts has no ranks.
 
     Attributes:
         kept: how many of them; None: as `SHARES` say.
-        orders: by saliency; of layers that it does not have, experts stand in their own order.
+        orders: by saliency; in other layers, experts stand in their own order.
     """
 
     name = "experts"
@@ -66,7 +66,6 @@ class KeptExperts(Space):
         return {"kept": [int(one) for one in numbers]}
 
     def by_saliency(self, orders: Orders) -> KeptExperts:
-        """The same space, of layers whose experts have these orders."""
         return KeptExperts(self.kept, self.ranks, orders)
 
     def edits(self, model: Model) -> Iterator[Edit]:
@@ -82,7 +81,7 @@ class KeptExperts(Space):
         return claims_of_ranks(edit, FEED_FORWARD) | {("the experts", edit.first)}
 
     def operations(self, edits: Sequence[Edit], program: Program, model: Model) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
-        """One for each unbroken stretch of layers, with what each of them keeps."""
+        """One for each unbroken stretch of layers, with each one's experts."""
         kept = {edit.first: [int(one) for one in edit.option.split(",")] for edit in edits}
         stretches = layers_joined(kept)
         return tuple(AppliedOperation(self.name, (one,), {"keep": [kept[k] for k in one]}) for one in stretches)

@@ -44,8 +44,8 @@ class Orders(SizedSpace):
 class Repeats(SizedSpace):
     """Single layers, and stretches of up to `largest`, that run twice in a row with the same weights.
 
-    They take no parameters, and depth instead of saving it: for budgets of parameters beside what lowers these, and for
-    models that are to be deeper.
+    They take depth instead of saving it: for budgets of parameters beside edits that lower these, and for models that
+    are to be deeper.
     """
 
     name = "repeat"

@@ -9,15 +9,20 @@ from surgeon.language.operations.applied import AppliedOperation
 from surgeon.searches.spaces.base import TIMES, Claim, SizedSpace, claims_of_shape, register
 
 
-class LayerGroups(SizedSpace):
-    """Groups of 2 to `largest` neighbouring layers, in one form.
+@register
+class Pairs(SizedSpace):
+    """Groups of 2 to `largest` neighbouring layers, as Layer Parallelism runs them.
 
     Attributes:
         form: of the operation `pair`.
     """
 
-    form: ClassVar[str]
+    name = "pair"
+    summary = "neighbouring layers run together as LP steps, two by two (pair:4: in groups of 2 to 4)"
+    place = 30
+    serves: ClassVar[tuple[str, ...]] = ("depth", "syncs", "wire_bytes", *TIMES)
     asked = "how many layers a group has at most, 2 or more"
+    form: ClassVar[str] = "lp"
 
     def claims(self, edit: Edit) -> frozenset[Claim]:
         return claims_of_shape(edit, late=self.form == "par")
@@ -28,21 +33,11 @@ class LayerGroups(SizedSpace):
 
 
 @register
-class Pairs(LayerGroups):
-    """Groups as Layer Parallelism runs them."""
-
-    name = "pair"
-    summary = "neighbouring layers run together as LP steps, two by two (pair:4: in groups of 2 to 4)"
-    place = 30
-    serves = ("depth", "syncs", "wire_bytes", *TIMES)
-    form = "lp"
-
-
-@register
-class ParallelGroups(LayerGroups):
+class ParallelGroups(Pairs):
     """Groups whose layers have streams of their own."""
 
     name = "par"
     summary = "neighbouring layers run side by side, each with a stream of its own (par:4: groups of 2 to 4)"
     place = 31
+    serves = ()
     form = "par"

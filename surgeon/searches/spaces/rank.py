@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 class LowRanks(ShareSpace):
     """The matrices of a layer's attention or MLP as two factors each, with a share of their parameters: mlp:0.6.
 
-    A matrix of which factors would save nothing stays whole, and an attention or MLP of which all do has no edits. The
-    factors that a search measures are plain ones (truncated SVD), made on the fly as in scans, and so are those of the
-    recipe that it writes. Where a search is given a spectrum, `measured_ranks.MatrixRanks` stands in its place.
+    A matrix of which factors would save nothing stays whole, and an attention or MLP of which all do has no edits.
+    Factors are plain ones (truncated SVD), in the search and in its recipe. Where a search is given a spectrum,
+    `MatrixRanks` stands in its place.
     """
 
     name = "rank"
@@ -45,7 +45,7 @@ class LowRanks(ShareSpace):
     of_what = "parameters"
 
     def kept(self, model: Model, kind: str, share: float) -> tuple[tuple[str, int], ...]:
-        """The ranks of the matrices that two factors are smaller than."""
+        """Ranks of the matrices that two factors are smaller than."""
         shapes = model.shapes.layer_shapes.matrices
         ranks = {role: rank_for(share, *shapes[role]) for role in ROLES[HALVES[kind][0]] if role in shapes}
         return tuple((role, rank) for role, rank in ranks.items() if rank is not None)
@@ -80,7 +80,7 @@ class MeasuredRanks:
 
 
 class MatrixRanks(Space):
-    """What stands for the space `rank` where a spectrum is known: edits are of one matrix and one rank, down:96."""
+    """The space `rank` where a spectrum is known: edits are of one matrix and one rank, down:96."""
 
     name = LowRanks.name
     summary = LowRanks.summary
@@ -110,7 +110,7 @@ class MatrixRanks(Space):
         return tuple(found)
 
     def stretches(self, model: Model) -> Iterator[list[Edit]]:  # noqa: ARG002
-        """The highest rank of every matrix from every layer on, the next one, and so on: attentions, MLPs, and both."""
+        """The highest rank of every matrix from every layer on, and so on: attentions, MLPs, and both."""
         for place in range(max(map(len, self.measured.ranks.values()), default=0)):
             every = ((*where, own[place]) for where, own in self.measured.ranks.items() if place < len(own))
             edits = {self._edit(*one): one[1] for one in every}

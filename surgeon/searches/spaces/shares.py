@@ -1,4 +1,4 @@
-"""What spaces have in common in which attentions and MLPs keep a share of what they are."""
+"""Spaces in which attentions and MLPs keep a share of themselves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEEPING = ("attention", "mlp")
 
 
 class ShareSpace(Space):
-    """A space of attentions and MLPs that keep a share: mlp:0.6. Numbers behind the colon say which (rank:0.9/0.5).
+    """A space of attentions and MLPs that keep a share: mlp:0.6. Numbers behind the colon name others (rank:0.9/0.5).
 
     Attributes:
         usual: the shares where none are named.
@@ -50,11 +50,7 @@ class ShareSpace(Space):
 
     @abstractmethod
     def kept(self, model: Model, kind: str, share: float) -> Hashable:
-        """What a share comes to, equal for shares that come to the same; what is false where nothing is saved.
-
-        Args:
-            kind: "attention" or "mlp".
-        """
+        """The result of a share of a kind, equal for shares of equal results; false where nothing is saved."""
 
     @abstractmethod
     def of_share(self, layers: tuple[range, ...], kind: str, share: float, model: Model) -> AppliedOperation:

@@ -18,7 +18,7 @@ class SlicedSpace(Space):
     """A space whose edits have a slice of the layers for each rank."""
 
     def why_no_slices(self, model: Model) -> str | None:
-        """Why there is no slice of any layer for each rank; None if there is."""
+        """The reason why no layer has a slice for each rank, if none has."""
         if model.own is not None:
             return "the model runs a program of its own, whose branches ranks share already"
         if self.ranks < 2:
@@ -29,7 +29,7 @@ class SlicedSpace(Space):
         return reasons[0]
 
     def _why_whole(self, model: Model, layer: int) -> str | None:
-        """Why a layer has no slice for each rank."""
+        """The reason why a layer has no slice for each rank, if it has none."""
         from surgeon.models.weights.layout import indivisible, require_sliceable  # which imports torch
 
         for kind in KINDS:
@@ -61,10 +61,8 @@ class SlicedSpace(Space):
 class Tracks(SlicedSpace, SizedSpace):
     """Parallel Track's stretches: between two meetings, every rank runs its slice of some layers alone.
 
-    Where a layer is one step, slices meet after each layer as it is, so that tracks begin at two.
-
-    Attributes:
-        largest: the most layers between two meetings; the others are the powers of two below it.
+    Where a layer is one step, slices meet after each layer as it is, so that tracks begin at two. Depths are the powers
+    of two up to the largest, and that.
     """
 
     name = "tracks"
@@ -103,7 +101,7 @@ class Tracks(SlicedSpace, SizedSpace):
 
 @register
 class Desync(SlicedSpace):
-    """Layers whose slices meet after the feed-forward only: tracks of one layer, as sync-point drop has them."""
+    """Layers whose slices meet after the feed-forward only: tracks of one layer, as in sync-point drop."""
 
     name = "desync"
     summary = "layers whose slices, one for each rank, meet after the MLP only (sync-point drop)"

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class Widths(ShareSpace):
     """A layer's attention or MLP with a share of its KV groups or neurons: mlp:0.5.
 
-    Those are kept that matter most on the text of the search, by Wanda's criterion; the recipe names the text and
-    chooses the same ones. Where there are enough of them, ranks get equally many. What is narrowed has no ranks, and
-    no slices, which might not divide.
+    Those are kept that matter most on the text of the search, by Wanda's criterion; the recipe names the text. Where
+    there are enough of them, ranks get equally many. A narrowed part has no ranks, and no slices, which might not
+    divide.
 
     Attributes:
         text: of the search, as recipes name it.

@@ -15,7 +15,7 @@ from surgeon.analysis.factors.factor_plan import FactorPlan, Making
 from surgeon.analysis.factors.make_factors import make_factors
 from surgeon.analysis.factors.matrices import Matrix
 from surgeon.analysis.factors.program_run import ProgramRun, ReferenceText
-from surgeon.analysis.factors.rank_recipe import RankBudget, Share, corrected_ranks, ranked
+from surgeon.analysis.factors.rank_recipe import RankBudget, corrected_ranks, ranked
 from surgeon.checkpoint.factor_cache import FactorCache
 from surgeon.language.program import Program
 from surgeon.models.edit import edit, program_of, restore
@@ -51,7 +51,7 @@ def test_programs_with_factors_are_measured_as_they_run(tmp_path: Path) -> None:
 def test_layers_are_weighed_by_what_their_matrices_do_together(tmp_path: Path) -> None:
     model = tiny_model("llama", 3)
     curves = run(tmp_path / "spectrum", model, ranks="1/8,1/4,1/2").curves
-    share = Share(RankBudget.keep(0.5), "damage")
+    share = RankBudget("params", 0.5, relative=True)
     folder = tmp_path / "factors"
     found = corrected_ranks(subject_of(model, MEASURED), curves, share, "whitened", CALIBRATION, folder)
     budget = 0.5 * sum(parameters(curve, None) for curve in curves)

@@ -72,7 +72,7 @@ def test_texts_that_cannot_be_used(changed: Any, said: str, tiny_checkpoint: Pat
 def test_a_share_checks_itself() -> None:
     for keep in (0, 1.2):
         with pytest.raises(ValueError, match=f"keep must be more than 0 and at most 1, not {keep}"):
-            RankBudget.keep(keep)
+            RankBudget("params", keep, relative=True)
 
 
 def test_budgets() -> None:
