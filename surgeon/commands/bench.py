@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 from surgeon.commands.command import command, option, several
 from surgeon.commands.options import (
     DATA_HELP,
     Batches,
-    Decoding,
-    Dtype,
-    Kv,
-    LowRank,
     NewTokens,
     ProgramText,
     Ranks,
     Rounds,
     VariantLayers,
+    WayFlags,
 )
 from surgeon.language.operations.declare import VARIANTS, described
 
@@ -27,7 +24,6 @@ if TYPE_CHECKING:
     from surgeon.findings.bench import Benchmark
     from surgeon.language.program import Program
     from surgeon.opened import EditedModel, Model
-    from surgeon.runtime.plan.specification import Ways
 
 COMPARED_TOKENS = 1024  # predicted with exact and with compressed reductions
 RANDOM = "random tokens"
@@ -58,10 +54,6 @@ def bench(
     seed: Annotated[int, option("Of the random tokens.")] = 0,
     ranks: Ranks = 2,
     program: ProgramText = None,
-    dtype: Dtype = "auto",
-    decoding: Decoding = "auto",
-    low_rank: LowRank = "auto",
-    kv: Kv = "auto",
     data: Annotated[
         str | None,
         option(
@@ -79,6 +71,7 @@ def bench(
     output: Annotated[
         str | Path | None, option("Folder for bench.csv, bench.json and bench.png.", "--output", "-o")
     ] = None,
+    **ways: Unpack[WayFlags],
 ) -> Benchmark:
     """Measure how fast programs run on ranks, and where the time of a pass goes.
 
@@ -123,7 +116,6 @@ def bench(
         raise ValueError("batch is empty; give how many texts are computed together, one number or several")
     loads = [Workload(size, prompt, new, seed) for size in sizes]
     candidates = open_candidates(model, as_list(compare), program, as_range(layers), weights=True)
-    ways: Ways = {"dtype": dtype, "decoding": decoding, "low_rank": low_rank, "kv": kv}
     needs = Needs(on.ranks, prompt + new, on.device, ways)
     plans = plan_candidates(candidates, needs)
     unconnected = {one.name for one in candidates if not one.connected}

@@ -1,16 +1,41 @@
-"""What ranks are given, of what `surgeon.generate` and `surgeon.serve` take: a model, and what drafts for it."""
+"""The model, options and drafts that ranks get, of the arguments of `surgeon.generate`, `chat` and `serve`."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from surgeon.analysis.factors.factor_plan import plan_factors
 from surgeon.checkpoint.random_weights import RandomCheckpoint
+from surgeon.commands.options import ServiceFlags, flags_in
 from surgeon.language.program import Program
 from surgeon.language.recipe import read_recipe
+from surgeon.memory import parse_size
 from surgeon.named import is_gguf, is_recipe, on_disk
 from surgeon.opened import EditedModel, Model, open_model
-from surgeon.runtime.service_options import CODA, LOOKUP
+from surgeon.runtime.service_options import CODA, LOOKUP, ServiceOptions
+from surgeon.runtime.worker.options import RankOptions
+
+
+def service_options(
+    model: Model,
+    program: Program | str | None,
+    flags: ServiceFlags,
+    memory: int | str | None = None,
+    **more: Any,
+) -> ServiceOptions:
+    """The options of a service that runs a model as a command's flags say.
+
+    Args:
+        program: in place of that of the flags.
+        memory: in bytes or as text.
+        more: fields that are no flags.
+    """
+    chosen = flags_in(ServiceFlags, flags) | more
+    chosen |= {"ranks": RankOptions.of(flags.get("ranks", 1)), "program": program}
+    chosen["draft"] = draft_program(model, flags.get("draft"))
+    chosen["memory"] = parse_size(memory) if isinstance(memory, str) else memory
+    return ServiceOptions(**chosen)
 
 
 def stored_model(

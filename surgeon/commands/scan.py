@@ -5,20 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Unpack
 
 from surgeon.commands.command import command, option, several
-from surgeon.commands.options import (
-    DEFAULT_TOKENS,
-    DefaultData,
-    Memory,
-    ModelName,
-    Output,
-    SampledAcceptance,
-    Separator,
-    Tokens,
-    Window,
-)
+from surgeon.commands.options import DefaultData, MeasuringFlags, ModelName, Output, SampledAcceptance
 from surgeon.language.operations.declare import HEATMAPS, described
 from surgeon.named import split_values
 
@@ -73,10 +63,6 @@ def scan(
         ),
     ] = False,
     sampled_acceptance: SampledAcceptance = False,
-    tokens: Tokens = DEFAULT_TOKENS,
-    window: Window = None,
-    separator: Separator = None,
-    memory: Memory = None,
     batch: Annotated[
         int | None,
         option("Windows to run together at most. Default: what runs fastest, about 2,048 tokens on a CPU.", least=1),
@@ -90,6 +76,7 @@ def scan(
         ),
     ] = 1,
     seed: Annotated[int, option(f"Seed of the random orders of {_RANDOM}.")] = 0,
+    **text: Unpack[MeasuringFlags],
 ) -> Scan:
     """Measure what every contiguous stretch of layers tolerates, and draw it as heatmaps.
 
@@ -123,7 +110,7 @@ def scan(
         max_length=max_length,
         permutations=permutations,
     )
-    subject = open_subject(opened, data, tokens, window, separator, memory, elsewhere=workers > 1)
+    subject = open_subject(opened, data, **text, elsewhere=workers > 1)
     windows = len(subject.windows.ids)
     if screen and len(rounds(windows)) == 1:
         few = f"{windows} windows are too few to screen: every cell gets all of them"

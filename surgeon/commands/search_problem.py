@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Unpack
 
 import optuna
 from optuna.distributions import BaseDistribution
 from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial
 
-from surgeon.commands.search_setup import SearchSetup, Using, open_question, read_question
+from surgeon.commands.search import ProblemFlags
+from surgeon.commands.search_setup import SearchSetup, open_question, read_question
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
 from surgeon.opened import Model
-from surgeon.quality.data import DEFAULT_TOKENS
 from surgeon.searches.question import SURGEON
 from surgeon.searches.search import Search, make_sampler
 
@@ -34,12 +34,8 @@ class SearchProblem(Search):
     Args:
         model: a folder, a hub name, "demo", or a model that is open.
         data: a text file, a table or a dataset, or "demo"; by default that, with a warning.
-        space, budget, objective, ranks, batch, prompt, new, link_delay, sampled_acceptance: as `surgeon.search`
-            takes them.
-        tokens: of the text, in windows of `window`; documents are apart at `separator`.
-        memory: the most that this process may take, in bytes or as text ("2GB").
-        using: what passes over the same model have found, as `surgeon.search` takes it.
         output: folder for what is computed once, factors and the original's predictions; by default a temporary one.
+        asked: space, budget, objective, tokens, using and others, as `surgeon.search` takes them.
 
     Raises:
         FileNotFoundError, ValueError: if model or text cannot be used, or what is asked for cannot be had.
@@ -50,24 +46,10 @@ class SearchProblem(Search):
         self,
         model: str | Path | Model,
         data: str | Path | None = None,
-        *,
-        space: str | Sequence[str] | None = None,
-        budget: str | Sequence[str] | None = None,
-        objective: str | Sequence[str] = "divergence",
-        ranks: int = 2,
-        batch: int = 1,
-        prompt: int | None = None,
-        new: int | None = None,
-        link_delay: str | None = None,
-        sampled_acceptance: bool = False,
-        tokens: int = DEFAULT_TOKENS,
-        window: int | None = None,
-        separator: str | None = None,
-        memory: int | str | None = None,
-        using: Using = (),
         output: str | Path | None = None,
+        **asked: Unpack[ProblemFlags],
     ) -> None:
-        question = read_question(locals())
+        question = read_question({**asked, "data": data})
         if question.is_timed_here:
             raise ValueError("time on this machine (@here) is calibrated by surgeon.search; name a hardware file here")
         _, question, pricing = open_question(model, question)

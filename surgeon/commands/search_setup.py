@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,6 @@ from surgeon.searches.mixture import Mixture
 from surgeon.searches.priced import PricedQuestion, priced
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.question import Question
-
-Using = str | Path | RunResult | Sequence[str | Path | RunResult]
 
 
 def open_question(model: str | Path | Model, question: Question) -> tuple[Model, Question, Pricing | None]:
@@ -123,18 +121,18 @@ class SearchSetup:
 
 def read_question(arguments: Mapping[str, Any]) -> Question:
     """The question that a command's arguments ask, of which spaces, limits, objectives and passes may be several."""
-    values = {each.name: arguments[each.name] for each in fields(Question) if arguments.get(each.name) is not None}
+    values = {name: value for name, value in arguments.items() if value is not None}
     for name in ("space", "budget", "objective"):
-        given = arguments[name]
+        given = values.get(name, "")
         several = [given] if isinstance(given, str) else given
-        if isinstance(several, list | tuple) and all(isinstance(one, str) for one in several):
-            values[name] = ",".join(several)
-        elif given is not None or name == "objective":
+        if not (isinstance(several, list | tuple) and all(isinstance(one, str) for one in several)):
             raise ValueError(f"{name} is a text, or several of them, not {shown(given)}")
+        if name in values:
+            values[name] = ",".join(several)
     for name in ("data", "output", "holdout_data", "heal_data"):
         if name in values:
             values[name] = str(values[name])
-    using = arguments["using"]
+    using = values.get("using", ())
     if isinstance(using, str | Path | RunResult):
         using = [using]
     return Question(**values | {"using": tuple(str(as_folder(one)) for one in using)})

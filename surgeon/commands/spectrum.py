@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mode
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Unpack
 
 from surgeon.commands.command import command, option, several
-from surgeon.commands.options import DEFAULT_TOKENS, Data, ModelName, Output, Separator, Tokens, Window
+from surgeon.commands.options import DEFAULT_TOKENS, Data, ModelName, Output, TextFlags
 
 if TYPE_CHECKING:
     from surgeon.analysis.factors.allocation import Allocation
@@ -79,9 +79,7 @@ def spectrum(
     calibration_tokens: Annotated[
         int, option("Tokens of it. More whiten better; they should be many times a matrix's input features.")
     ] = 32768,
-    tokens: Tokens = DEFAULT_TOKENS,
-    window: Window = None,
-    separator: Separator = None,
+    **measured: Unpack[TextFlags],
 ) -> Spectrum:
     """Find the singular values of every matrix, and measure what each one cut down to a lower rank does.
 
@@ -122,6 +120,9 @@ def spectrum(
     )
     share = _share(opened, keep, budget, allocation, damage)
     other = None if calibration is None else str(calibration)
+    tokens = measured.get("tokens", DEFAULT_TOKENS)
+    window = measured.get("window")
+    separator = measured.get("separator")
     if other is None:
         size = window_for(opened.config, window)
         tokens = tokens_before_rest(opened.tokenizer, str(data), size, tokens, separator)
