@@ -9,24 +9,72 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
-from surgeon.benchmarks.passes import PassTiming, RankRun
-from surgeon.benchmarks.timing import Profiled, load_timed, run_timed, trace_files, write_profile
+import pandas as pd
+
+from surgeon.analysis.factors.factor_plan import plan_factors
+from surgeon.benchmarks.timing import Load, PassTiming, RankRun, load_timed, run_timed, trace_files, write_profile
+from surgeon.cost.candidates import Candidate
 from surgeon.cost.workload import Workload
-from surgeon.runtime.batching.request import Request
+from surgeon.language.program import Program
+from surgeon.opened import Model
+from surgeon.processes.files import finite
+from surgeon.quality.summary import Values, known_interval, mean_divergence
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm.collectives import Counts
-from surgeon.runtime.plan.specification import Plan
+from surgeon.runtime.plan.checks import make_plan
+from surgeon.runtime.plan.specification import HalvesMode, Plan, Ways, require_low_rank
 from surgeon.runtime.worker.ranks import Ranks
 
 WARM_UP_TOKENS = 2
 PROFILED_TOKENS = 6  # new ones
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What all that is measured has in common.
+
+    Attributes:
+        tokens: of prompt and output together.
+        device: "cpu" or "cuda".
+        ways: how it is computed; a `kv` of "lowrank" is for those that can.
+    """
+
+    ranks: int
+    tokens: int
+    device: str
+    ways: Ways = field(default_factory=Ways)
+
+    def plan(self, model: str | Path | Model, program: Program | str | None = None, halves: HalvesMode = "off") -> Plan:
+        lowrank = self.ways.get("kv") == "lowrank"
+        ways: Ways = {**self.ways, "kv": "auto"} if lowrank else self.ways
+        plan = make_plan(model, self.ranks, self.tokens, program, self.device, halves=halves, **ways)
+        if lowrank and plan.can_be_low_rank:
+            return replace(plan, kv="lowrank")
+        return plan
+
+
+def plan_candidates(candidates: Iterable[Candidate], needs: Needs) -> dict[str, Plan]:
+    """The candidates' plans, by name."""
+    plans = {}
+    for one in candidates:
+        plans[one.name] = needs.plan(one.model, one.program(needs.ranks), one.halves)
+        if one.recipe is not None and not plan_factors(one.recipe, one.model).is_of_weights:
+            warnings.warn(
+                f"{one.recipe.source}: ranks run factors, heads and neurons by the weights alone, not those that the "
+                "recipe chooses: as fast, but not as good; export it and measure the checkpoint to run its own",
+                stacklevel=2,
+            )
+    if needs.ways.get("kv") == "lowrank":
+        require_low_rank(*plans.values())
+    return plans
 
 
 @dataclass(frozen=True)
@@ -112,8 +160,7 @@ class RankBench:
         runs: list[RankRun] = self.ranks.call(run_timed, *self._given(name, load), name, profiled)
         return runs
 
-    def _given(self, name: str, load: Workload) -> tuple[list[Request], int, Limits]:
-        """A load's texts, the blocks of a cache for them, and how many are computed together."""
+    def _given(self, name: str, load: Workload) -> Load:
         vocabulary = min(plan.vocabulary for plan in self.plans.values())  # token ids that all of the models have
         together = min(load.batch * load.prompt, self.pass_tokens or sys.maxsize)
         plan = self.plans[name]
@@ -158,8 +205,8 @@ class RankBench:
             path: what they are named after.
         """
         short = replace(load, new=min(PROFILED_TOKENS, load.new))
-        runs = [Profiled(name, *self._given(name, short)) for name in self.plans]
-        self.ranks.call(write_profile, runs, str(path.absolute()))
+        loads = {name: self._given(name, short) for name in self.plans}
+        self.ranks.call(write_profile, loads, str(path.absolute()))
         return trace_files(path, self.ranks.options.ranks)
 
 
@@ -197,3 +244,78 @@ def _split(passes_by_rank: list[list[PassTiming]]) -> Split:
         compute = fmean(one.seconds for one in passes) - waiting
         splits.append(Split(rank, waiting, compute, passes[-1].layers, passes[-1].vocabulary))
     return max(splits, key=lambda split: (0 if math.isnan(split.waiting) else split.waiting, split.compute))
+
+
+MS = 1e3
+
+
+def bench_table(results: Sequence[Result], divergence: Mapping[str, Values] | None = None) -> pd.DataFrame:
+    """One row per program and batch: medians over the rounds, of ratios too (each against the first, of its round).
+
+    Args:
+        divergence: of compressed reductions by window, of the programs that send some.
+    """
+    first = {result.load: result for result in reversed(results)}
+    rows = [_row(result, first[result.load]) for result in results]
+    for row in rows if divergence else ():
+        if (values := (divergence or {}).get(str(row["program"]))) is not None:
+            low, high = known_interval(values, 0.0)
+            row |= {"divergence": mean_divergence(values), "divergence_low": low, "divergence_high": high}
+    return pd.DataFrame(rows)
+
+
+def _row(result: Result, first: Result) -> dict[str, object]:
+    plan = result.plan
+    program = Program.parse(plan.program)
+    row: dict[str, object] = {
+        "program": result.name,
+        "batch": result.load.batch,
+        "effective_depth": program.effective_depth(plan.family.steps_per_layer),
+        "sync_points": program.sync_points(plan.ranks) if result.connected else 0,
+    }
+    for name in ("first_token", "prefill", "decode", "per_token"):
+        row[f"{name}_ms"] = median(getattr(one, name) * MS for one in result.rounds)
+    row["tokens_per_second"] = median(one.rate for one in result.rounds)
+    row |= _split_columns("prefill", [one.prefill_pass for one in result.rounds])
+    row |= _split_columns("decode", [one.decode_pass for one in result.rounds if one.decode_pass is not None])
+    pairs = list(zip(first.rounds, result.rounds, strict=True))
+    speedups = {
+        "first_token_speedup": [base.first_token / own.first_token for base, own in pairs],
+        "per_token_speedup": [base.per_token / own.per_token for base, own in pairs],
+        "tokens_per_second_speedup": [own.rate / base.rate for base, own in pairs],
+    }
+    for name, ratios in speedups.items():
+        row |= {name: median(ratios), f"{name}_low": min(ratios), f"{name}_high": max(ratios)}
+    return row
+
+
+def _split_columns(phase: str, splits: Sequence[Split]) -> dict[str, object]:
+    """Medians of one pass of a phase; what it sends is the same in every round."""
+    if not splits:
+        return {}
+    last = splits[-1]
+    return {
+        f"{phase}_compute_ms": median(split.compute for split in splits) * MS,
+        f"{phase}_waiting_ms": median(split.waiting for split in splits) * MS,
+        f"{phase}_all_reduces": last.layers.all_reduces,
+        f"{phase}_all_gathers": last.layers.all_gathers,
+        f"{phase}_bytes": last.layers.bytes,
+        f"{phase}_vocabulary_collectives": last.vocabulary.all_reduces + last.vocabulary.all_gathers,
+        f"{phase}_vocabulary_bytes": last.vocabulary.bytes,
+    }
+
+
+def bench_record(results: Sequence[Result]) -> list[dict[str, object]]:
+    """Every round of every program and batch, as JSON holds it: seconds, tokens per second, counts."""
+    return [
+        {
+            "program": result.name,
+            "text": result.plan.program,
+            "checkpoint": str(result.plan.folder),
+            "dtype": result.plan.dtype,
+            "connected": result.connected,
+            **asdict(result.load),
+            "rounds": [finite(asdict(one)) for one in result.rounds],
+        }
+        for result in results
+    ]

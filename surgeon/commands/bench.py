@@ -1,4 +1,4 @@
-"""`surgeon bench`, `surgeon.bench`: how fast programs run on ranks, and where the time of a pass goes."""
+"""`surgeon bench`, `surgeon.bench`: speed of programs on ranks, and the split of a pass's time."""
 
 from __future__ import annotations
 
@@ -92,9 +92,7 @@ def bench(
         RankFailed: if a rank fails.
     """
     from surgeon.benchmarks.compressed import divergence_of_compressed, windows_to_compare
-    from surgeon.benchmarks.measure import RankBench
-    from surgeon.benchmarks.plans import Needs, plan_candidates
-    from surgeon.benchmarks.tables import bench_record, bench_table
+    from surgeon.benchmarks.measure import Needs, RankBench, bench_record, bench_table, plan_candidates
     from surgeon.commands.opening import as_list, as_range
     from surgeon.cost.candidates import open_candidates
     from surgeon.cost.workload import Workload

@@ -1,4 +1,4 @@
-"""`surgeon calibrate`, `surgeon.calibrate`: what this machine can do, as a hardware file for `surgeon predict`."""
+"""`surgeon calibrate`, `surgeon.calibrate`: this machine as a hardware file for `surgeon predict`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be done with a model: every question is put to the code that would refuse it later, on shapes alone."""
+"""Capabilities of a model: every question is put to the code that would refuse it later, on shapes alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from surgeon.checkpoint.locate import DEMO
 from surgeon.checkpoint.random_weights import RandomCheckpoint, RandomFactors
 from surgeon.checkpoint.read import QUANTIZATION, read_json
 from surgeon.checkpoint.streamed import StreamedLayers, require_streamable
-from surgeon.commands.on_ranks import draft_program
+from surgeon.commands.opening import draft_program
 from surgeon.exports.plan import check_exportable, layout_of
 from surgeon.exports.prove import original_model
 from surgeon.findings.check import AREAS, NO, PARTLY, YES, Verdict
@@ -67,11 +67,11 @@ Question = tuple[str, Callable[[], Said]]
 
 
 class Example(NamedTuple):
-    """Where a program changes a model.
+    """A place where a program changes a model.
 
     Attributes:
         layers: as Python slices them.
-        times: how many places there are whose layers are of the same kinds.
+        times: number of places whose layers are of the same kinds.
     """
 
     layers: str
@@ -87,7 +87,7 @@ class Capabilities:
         model: with the shapes of its tensors.
         ranks: numbers of them.
         dtype: that ranks compute in.
-        draft: that is to draft for it, if any, as of `Running`.
+        draft: a draft to try for it, if any.
     """
 
     model: Model
@@ -216,7 +216,7 @@ class Capabilities:
         return plural(len(mixture.edits), "edit")
 
     def exporting(self) -> Iterator[Question]:
-        """Maps by the form that their programs get, and for forms, whether they hold pairs."""
+        """Maps by the form of their programs, and forms by whether they hold pairs."""
         if self.unexportable:
             yield "all programs", lambda: Verdict("", "", NO, self.unexportable)
             return
@@ -313,7 +313,7 @@ class Capabilities:
     # What trains it.
 
     def training(self) -> Iterator[Question]:
-        """Healing, by what of the model is trained, and racks."""
+        """Healing by scope, and racks."""
         pairs = self.maps[PAIRS]
         program = self.model.own or (pairs[0].program if isinstance(pairs, list) else self.model.program)
         for scope in SCOPES if self.model.family.mixture else SCOPES[:-1]:  # the last one is of mixtures alone
@@ -347,7 +347,7 @@ class Capabilities:
 
 
 def _for_several(name: str) -> bool:
-    """Tell whether a variant has a slice for each of several ranks."""
+    """Whether a variant has a slice for each of several ranks."""
     return VARIANTS[name].ranks is not None or VARIANTS[name].over is not None
 
 
@@ -366,10 +366,10 @@ def answer(area: str, what: str, ask: Callable[[], Said]) -> Verdict:
 
 
 def _together(questions: Sequence[tuple[str, int, Callable[[], str]]]) -> Verdict:
-    """One answer for several places, or numbers of ranks: what there is to say of each where they differ.
+    """One answer for several places, or numbers of ranks, with each where they differ.
 
     Args:
-        questions: of one of so many places that are alike.
+        questions: each with the number of places that are alike.
     """
     given = [(answer("", what, ask), count) for what, count, ask in questions]
     total = sum(count for _, count in given)

@@ -49,7 +49,7 @@ def _show(call: Callable[[], Conversation]) -> None:
 
 
 def _lines(is_terminal: bool) -> Iterator[str]:
-    """What is typed or piped in, line by line, until /exit or its end; at a terminal lines can be edited."""
+    """Lines that are typed or piped in, until /exit or the end; at a terminal they can be edited."""
     if is_terminal:
         with suppress(ImportError):
             import readline
@@ -118,7 +118,7 @@ def chat(
     """
     from surgeon.checkpoint.messages import chat_text, opening
     from surgeon.commands.generate import choose_sampling
-    from surgeon.commands.on_ranks import service_options, stored_model
+    from surgeon.commands.opening import service_options, stored_model
     from surgeon.opened import open_model
     from surgeon.runtime.conversation import Conversation
     from surgeon.runtime.service import Service

@@ -73,7 +73,7 @@ def option(
 
 
 def keyword(help: str) -> Declaration:
-    """Declare a parameter of the function that is no option of the command line."""
+    """Declare a parameter of the function alone."""
     return Declaration(help, python=True)
 
 
@@ -84,12 +84,12 @@ def several(help: str, *flags: str, kind: Any = None, default: Any = None, **mor
 
 
 def later(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Have `show` get a maker with its options bound, to be called when there is more to know."""
+    """Have `show` get a maker with its options bound, to be called when more is known."""
     return wraps(make)(lambda **flags: partial(make, **flags))
 
 
 def print_result(call: Callable[[], Any]) -> None:
-    """Print what a function returns, where that says something, and the files that it has written."""
+    """Print the result of a function, if it has text, and the files that it has written."""
     found = call()
     for line in filter(None, [str(found), *getattr(found, "files", ())]):
         print(line)
@@ -102,9 +102,8 @@ def command(
 
     Args:
         show: runs it from the command line: gets the function with its options bound, prints, and may return an exit
-            code. Parameters that `show` has beside that are options of the command line alone, in place of the
-            function's of the same name.
-        name: of the command, where it is not the function's.
+            code. Its further parameters are options of the command line alone, or replace the function's of that name.
+        name: of the command, in place of the function's.
     """
 
     def declare(function: _Function) -> _Function:
@@ -139,7 +138,7 @@ def line_of(function: Callable[..., Any]) -> Callable[..., int | None]:
 
 @dataclass(frozen=True)
 class CommandParameter:
-    """A parameter of a command: its name, its type, its default (`inspect.Parameter.empty` for none), its option."""
+    """A parameter of a command; `inspect.Parameter.empty` stands for no default."""
 
     name: str
     type: Any
@@ -198,7 +197,7 @@ def _unpacked(function: Callable[..., Any], options: Sequence[CommandParameter])
 
 
 class _Names(ChainMap[str, Any]):
-    """Of a module, and of this one for shared options; what is imported for types only is anything."""
+    """Names of a module and of this one; those imported for types only are `Any`."""
 
     def __missing__(self, key: str) -> Any:
         return Any
@@ -212,7 +211,7 @@ def _evaluated(annotation: Any, names: Mapping[str, Any]) -> Any:
 
 
 def _with_arguments(doc: str, parameters: Sequence[CommandParameter]) -> str:
-    """A docstring with what the options say; what the command line calls --so-and-so by its name in Python."""
+    """A docstring with the options' help; flags such as --so-and-so get their names in Python."""
     flags = {flag.lstrip("-"): one.name for one in parameters for flag in one.option.flags}
 
     def in_python(flag: re.Match[str]) -> str:
@@ -235,7 +234,6 @@ def _with_arguments(doc: str, parameters: Sequence[CommandParameter]) -> str:
 def _line(
     call: Callable[..., Any], parameters: Sequence[CommandParameter], show: Callable[..., int | None]
 ) -> Callable[..., int | None]:
-    """The command line of a function, as typer reads it."""
     own = {one.name: one for one in declared(show)}
     every: list[CommandParameter] = []
     waiting = [*own.values()]
@@ -325,7 +323,7 @@ def _read_as(one: CommandParameter) -> tuple[Any, bool]:
 
 
 def _values(splits: bool, counts: bool) -> Callable[..., list[Any] | None]:
-    """Make the values of a list of what the command line has."""
+    """Make the reader of a list's values."""
 
     def read(param: typer.CallbackParam, values: list[Any] | None) -> list[Any] | None:
         if not values or not splits:

@@ -38,7 +38,7 @@ NEXT = (
 
 @dataclass(frozen=True)
 class Effort:
-    """How much a demo measures: on text, in windows of some length (None: the default); of trials; of speed."""
+    """Tokens of text, in windows of some length (None: the default); trials; and the size of the speed measurements."""
 
     tokens: int
     window: int | None
@@ -140,7 +140,7 @@ def _ranks_for(model: Model) -> int:
 
 @dataclass(frozen=True)
 class DemoSteps:
-    """The demo's steps; each shows its command, runs it, and prints what it has found."""
+    """The demo's steps; each shows its command, runs it, and prints the result."""
 
     folder: Path
     effort: Effort
@@ -208,7 +208,7 @@ class DemoSteps:
             _say(line, " " * 9)
 
     def compare(self, contenders: Sequence[tuple[str, Path | None, str | Path]]) -> None:
-        """Print how good and how fast each is: a name, a recipe (None: nothing is changed), and what is run of it."""
+        """Print quality and speed of each: a name, a recipe (None: unchanged), and a model to run."""
         from surgeon.analysis.subject import open_subject
         from surgeon.commands.bench import bench
         from surgeon.findings.blocks import Table
@@ -252,7 +252,6 @@ class DemoSteps:
 
     @property
     def typed(self) -> str:
-        """The model, as it is typed."""
         return shlex.quote(self.model.name)
 
     def page(self, *runs: str) -> ReportPage:

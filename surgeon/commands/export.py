@@ -1,4 +1,4 @@
-"""`surgeon export`, `surgeon.export`: a model, as it is changed, as a checkpoint that other software loads."""
+"""`surgeon export`, `surgeon.export`: a changed model as a checkpoint for other software; `surgeon card`: its card."""
 
 from __future__ import annotations
 
@@ -30,11 +30,10 @@ class Exported:
     """A checkpoint that was written and proven.
 
     Attributes:
-        folder: where it lies.
-        form: that it is stored in, by its name.
-        reason: why, in a sentence.
-        program: that it runs, over the layers of the original.
-        depth: how many layers run one after the other.
+        form: its name.
+        reason: for the form, in a sentence.
+        program: over the layers of the original.
+        depth: number of layers one after the other.
         size: of its weights, in bytes.
         proof: that it computes what the program does.
     """
@@ -49,7 +48,7 @@ class Exported:
 
     @classmethod
     def of(cls, folder: Path, proof: Proof) -> Exported:
-        """Read what an exported checkpoint says of itself."""
+        """Read the report of an exported checkpoint."""
         from surgeon.checkpoint.load import open_stored
         from surgeon.language.program import Program
 
@@ -61,7 +60,7 @@ class Exported:
         return cls(folder, report["form"], report["reason"], program, depth, stored.size, proof)
 
     def table(self) -> pd.DataFrame:
-        """One row: the folder, and what `surgeon show` says of it first."""
+        """One row, as `surgeon show` says it first."""
         import pandas as pd
 
         syncs = self.program.sync_points(2)
@@ -242,3 +241,31 @@ def _export_loaded(
     if form != "auto" or dtype is not None or overwrite or more["training"] is not None:
         raise ValueError("with its adapter apart a model keeps its form and dtype, and gets a new folder")
     return Exported.of(target / BASE, export_with_adapter(model, target, tokenizer=more["tokenizer"]))
+
+
+@command()
+def card(
+    checkpoint: Annotated[str | Path, option("A folder that surgeon export wrote.", metavar="DIR")],
+    results: Results = (),
+    overwrite: Annotated[bool, option("Replace a README.md that you have changed or written yourself, too.")] = False,
+) -> Path:
+    """Write the model card (README.md) of an exported checkpoint, with measurements of it.
+
+    It has the measurements that are given now, and no earlier ones. They must be of this checkpoint's weights, or of
+    its source's weights under the same program or unedited: others are refused. A README.md that surgeon did not
+    write, or that was changed since, is kept unless you say --overwrite. Prints the file's name.
+    """
+    from surgeon.checkpoint.inherit import CARD_FILE
+    from surgeon.commands.opening import as_list
+    from surgeon.findings.card import identity_of, open_edited, require_own_card, write_card
+    from surgeon.findings.measured import read_measured
+
+    folder = Path(checkpoint)
+    found = open_edited(folder)
+    if not overwrite:
+        require_own_card(folder)
+    measured: Sequence[CardScore] = ()
+    if results:
+        measured = read_measured([*map(Path, as_list(results))], identity_of(found))
+    write_card(folder, found.name, measured)
+    return folder / CARD_FILE

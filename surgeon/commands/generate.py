@@ -83,7 +83,7 @@ def _show(
 
 
 def _pipeline_ranks(ranks: partial[RankOptions], stretches: int | None) -> partial[RankOptions]:
-    """As many as have a stretch each; under torchrun --tp is the number of its processes."""
+    """One for each stretch; under torchrun --tp is the number of its processes."""
     from surgeon.processes.torchrun import read_environment
 
     shared = ranks.keywords["tp"]
@@ -151,7 +151,7 @@ def generate(
     texts_by_place = _by_place(prompts)
     program = writing.get("program")
     if not isinstance(model, str | Path) or is_recipe(model):  # open, or none at all, which is said here
-        from surgeon.commands.on_ranks import stored_model
+        from surgeon.commands.opening import stored_model
         from surgeon.opened import open_model
 
         model, program = stored_model(model, program)
@@ -165,7 +165,7 @@ def generate(
     with early_ranks(on) as started:
         # These need `transformers`, and take as long to import as ranks take to start.
         from surgeon.commands.generation import GeneratedText, Generation
-        from surgeon.commands.on_ranks import service_options
+        from surgeon.commands.opening import service_options
         from surgeon.opened import open_model
         from surgeon.runtime.plan.checks import make_plan
         from surgeon.runtime.service import Service
@@ -197,7 +197,7 @@ def generate(
 
 
 def _by_place(prompts: str | Sequence[str] | Mapping[str, str]) -> Mapping[str, str]:
-    """The prompts, by what errors call the place of each."""
+    """The prompts, by the names that errors give them."""
     if isinstance(prompts, str):
         prompts = [prompts]
     if not prompts:
@@ -211,7 +211,7 @@ def _by_place(prompts: str | Sequence[str] | Mapping[str, str]) -> Mapping[str, 
 
 
 def choose_sampling(folder: str | Path, flags: SamplingFlags, max_new_tokens: int) -> Sampling:
-    """Add a checkpoint's defaults to how tokens are to be chosen, with warnings of all that has no effect."""
+    """Add a checkpoint's defaults to how tokens are to be chosen; warn of all that has no effect."""
     from surgeon.checkpoint.generation_defaults import read_defaults
     from surgeon.runtime.batching.request import Sampling
 
@@ -232,7 +232,7 @@ def choose_sampling(folder: str | Path, flags: SamplingFlags, max_new_tokens: in
 
 
 def _encode(model: Model, prompts: Mapping[str, str], most: int, chat: bool, system: str | None) -> list[list[int]]:
-    """The token ids of the prompts, at most so many of each; an error says where a prompt stands, if there are more."""
+    """The token ids of the prompts, at most so many of each; of several, an error names the prompt."""
     from surgeon.checkpoint.messages import chat_text, opening
     from surgeon.checkpoint.texts import Encoder, encode
 
@@ -252,7 +252,7 @@ def _encode(model: Model, prompts: Mapping[str, str], most: int, chat: bool, sys
 
 
 def read_prompts(given: Sequence[str], file: Path | None) -> dict[str, str]:
-    """The prompts by where they stand, such as "prompts.txt:3": those given in the command line, then a file's.
+    """The prompts by their places, such as "prompts.txt:3": those of the command line, then a file's.
 
     A text file has one on each line, blank lines left out; the rows of a .jsonl or .parquet file have it as "prompt".
 

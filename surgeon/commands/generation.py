@@ -1,4 +1,4 @@
-"""What `surgeon.generate` gives: the texts, and what it took to write them, in a few lines for a terminal."""
+"""The result of `surgeon.generate`: texts, and their figures in a few lines for a terminal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _KEY = 9  # columns of what stands before a line
 
 @dataclass(kw_only=True)
 class GeneratedText(Answer):
-    """What has been written after one prompt."""
+    """The text after one prompt."""
 
     prompt: str
 
@@ -38,12 +38,11 @@ class GeneratedText(Answer):
 
 @dataclass(frozen=True, repr=False)
 class Generation:
-    """Texts that go on from prompts; as text, what it took to write them.
+    """Texts that go on from prompts; as text, their figures.
 
     Attributes:
         texts: one for each prompt, in their order.
         plan: the model and the program that the ranks ran.
-        ranks: that ran it.
         figures: of all passes, by rank.
         drafts: whether tokens were to be drafted.
     """
@@ -55,7 +54,7 @@ class Generation:
     drafts: bool = False
 
     def table(self) -> pd.DataFrame:
-        """One row per text: its prompt, what was written, and what that took."""
+        """One row per text: its prompt, the text, and its figures."""
         rows = [
             {
                 "prompt": text.prompt,
@@ -112,7 +111,7 @@ class Generation:
         ]
 
     def _drafts(self) -> list[str]:
-        """Lines of drafted tokens that were right, and of what a token takes then."""
+        """Lines about accepted tokens, and the collectives of a token."""
         usages = [text.usage for text in self.texts]
         first = self.figures[0]
         drafted = sum(usage.drafted for usage in usages)
@@ -156,7 +155,7 @@ class Generation:
 class _PerPass:
     """Collectives of a forward pass and bytes of a token, on the rank that has the most of them.
 
-    Of the decoding passes, if there were any: a pass with prompts takes no logits of most of its tokens.
+    Of decoding passes, if there were any: a pass with prompts takes no logits of most of its tokens.
 
     Attributes:
         counts: of all passes of that kind.

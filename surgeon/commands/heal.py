@@ -1,4 +1,4 @@
-"""`surgeon heal`, `surgeon.heal`: an edited model is trained back."""
+"""`surgeon heal`, `surgeon.heal`: training an edited model back."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def settings_of(
     *,
     by_racks: bool,
 ) -> TrainSettings:
-    """The run's settings: the preset's, and over them what the user gives; printed where there is a preset."""
+    """The preset's settings, which a line names, and over them the user's."""
     from surgeon.training import settings as known
     from surgeon.training.arguments import parse_trainer_arguments
 
@@ -186,7 +186,7 @@ def racks_of(
     *,
     by_hand: bool,
 ) -> RackOptions | None:
-    """How the model is cut, and racks are trained; None where there are none.
+    """The cut into racks, and their training; None without racks.
 
     Raises:
         ValueError: if options do not go together, naming them.
@@ -446,7 +446,7 @@ def _check_self(is_own: bool, temperature: float, eval_data: str | Path | None, 
 
 
 def _towards_original(how: TrainSettings, tokens: int | None, by_racks: bool) -> TrainSettings:
-    """The settings, towards the original's predictions, of racks also its streams, where nothing of it is asked for."""
+    """Settings towards the original's predictions, of racks also its streams, unless they distil already."""
     from surgeon.training.distill.distiller import Distillation
 
     if how.steps is None and how.epochs is not None and tokens is None:

@@ -1,6 +1,6 @@
 """Options of several commands, each declared once: used as `data: Data`, in groups as `**text: Unpack[TextFlags]`.
 
-What has a group passes it on as it is: a further key is an option of all of its commands.
+A command passes a group on whole: a further key is an option of all of its commands.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class TextFlags(TypedDict, total=False):
 
 
 class MeasuringFlags(TextFlags, total=False):
-    """A text, and what measuring on it may take."""
+    """A text, and a limit of memory."""
 
     memory: Memory
 
@@ -252,7 +252,7 @@ class WayFlags(TypedDict, total=False):
 
 
 class RunFlags(TypedDict, total=False):
-    """A program on ranks, and what drafts for it."""
+    """A program on ranks, and its draft."""
 
     draft: Annotated[
         str | Path | Program | EditedModel | None,

@@ -1,4 +1,4 @@
-"""`surgeon predict`, `surgeon.predict`: what programs would cost on hardware that is described."""
+"""`surgeon predict`, `surgeon.predict`: costs of programs on hardware that is described."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def deployment_of(
     ] = None,
     link_bandwidth: Annotated[str | None, option("Likewise: bytes per second that a rank can send, e.g. 1GB.")] = None,
 ) -> Deployment:
-    """How a command line spreads a model over hardware.
+    """The spread of a model over hardware.
 
     Raises:
         ValueError: if there is no such way or dtype.

@@ -1,4 +1,4 @@
-"""Predictions for programs on hardware that is described, and where drafts pay."""
+"""Predictions for programs on described hardware, and of drafts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from surgeon.commands.on_ranks import draft_program
-from surgeon.commands.opening import as_list
+from surgeon.commands.opening import as_list, draft_program
 from surgeon.cost.candidates import Candidate, open_candidates
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.drafts import draft_cells
@@ -68,7 +67,7 @@ def heading_of(hardware: Hardware, cells: Sequence[SweepCell]) -> str:
 
 
 def record_of(name: str, hardware: Hardware, cells: Sequence[SweepCell], said: dict[str, Any]) -> dict[str, Any]:
-    """Record what is to be known of predictions beside their table."""
+    """The record beside the table of predictions."""
     programs = {
         cell.candidate.name: {"program": cell.prediction.plan.program, "model": cell.candidate.model.label}
         for cell in reversed(cells)
@@ -84,7 +83,7 @@ def record_of(name: str, hardware: Hardware, cells: Sequence[SweepCell], said: d
 
 
 def open_draft(model: Model, draft: str | Path | Program, layers: range | None) -> Candidate:
-    """What drafts for a model: a recipe, a program, or a variant of the model by name.
+    """Open a draft: a recipe, a program, or a variant of the model by name.
 
     Raises:
         FileNotFoundError, ValueError: if there is none, or it is of another model.

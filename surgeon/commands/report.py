@@ -1,4 +1,4 @@
-"""`surgeon report`, `surgeon.report`: one HTML page about what other passes have found."""
+"""`surgeon report`, `surgeon.report`: one HTML page about the runs of other commands."""
 
 from __future__ import annotations
 
@@ -18,18 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReportPage:
-    """A page that was written.
-
-    Attributes:
-        file: the page, whole in itself.
-        chapters: one for each model, with what its runs say.
-    """
+    """A page that was written, with a chapter for each model."""
 
     file: Path
     chapters: Sequence[Chapter] = field(repr=False)
 
     def table(self) -> pd.DataFrame:
-        """The page's summaries: a row for each finding, with the model that it is about."""
+        """The page's summaries: a row for each finding, with its model."""
         import pandas as pd
 
         rows = [

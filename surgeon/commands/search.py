@@ -57,7 +57,7 @@ def _show(call: Callable[[], SearchResult]) -> None:
 
 
 def _print(key: str, text: str) -> None:
-    """A line, or where it is longer than a terminal, several, with the key before the first."""
+    """A line, or several where it is longer than a terminal, with the key before the first."""
     lines = textwrap.fill(
         text,
         _WIDTH,

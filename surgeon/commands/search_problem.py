@@ -1,4 +1,4 @@
-"""`surgeon.SearchProblem`: what a search is about, for a study of Optuna that a notebook runs."""
+"""`surgeon.SearchProblem`: a search's question for a study of Optuna that a notebook runs."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from surgeon.searches.search import Search, make_sampler
 
 
 class SearchProblem(Search):
-    """What to make small within what, as an objective and a space of Optuna's.
+    """An objective and a space of Optuna's, of a search's question.
 
         problem = surgeon.SearchProblem("demo", "demo", budget="depth=12")
         study = optuna.create_study(directions=problem.directions, sampler=problem.sampler())
         study.optimize(problem.objective, n_trials=30)
         problem.recipe(study.best_trial)
 
-    Limits of the budget are constraints. What parameters say is tried as far as its edits go together
-    (`Mixture.choice`). Every trial has its program and its edits among its attributes.
+    Limits of the budget are constraints. Parameters are tried as far as their edits go together (`Mixture.choice`).
+    Every trial has its program and its edits among its attributes.
 
     Args:
         model: a folder, a hub name, "demo", or a model that is open.
         data: a text file, a table or a dataset, or "demo"; by default that, with a warning.
-        output: folder for what is computed once, factors and the original's predictions; by default a temporary one.
+        output: folder for factors and the original's predictions; by default a temporary one.
         asked: space, budget, objective, tokens, using and others, as `surgeon.search` takes them.
 
     Raises:
@@ -69,12 +69,12 @@ class SearchProblem(Search):
 
     @property
     def metric_names(self) -> list[str]:
-        """What the objective's values are."""
+        """Names of the objective's values."""
         return [str(aspect) for aspect in self.question.settings.recorded]
 
     @property
     def search_space(self) -> dict[str, BaseDistribution]:
-        """By the names of the parameters: of each space and layer, none ("") or one of the edits that begin there."""
+        """By parameter, one of each space and layer: none ("") or one of the edits that begin there."""
         return self.question.mixture.categories
 
     def sampler(self, name: str = SURGEON, seed: int = 0) -> BaseSampler:
@@ -87,7 +87,7 @@ class SearchProblem(Search):
         return make_sampler(self, name, seed)
 
     def program(self, trial: FrozenTrial | optuna.Trial) -> Program:
-        """What a trial of this problem tries."""
+        """The program of a trial of this problem."""
         return Program.parse(self.proposal(trial.params).key)
 
     def recipe(self, trial: FrozenTrial | optuna.Trial) -> Recipe:

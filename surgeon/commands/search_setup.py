@@ -1,4 +1,4 @@
-"""What a search is set up of, for the study of a command and for one that a notebook runs."""
+"""Model, text, passes and prices of a search, for the command and for notebooks."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from surgeon.searches.question import Question
 
 
 def open_question(model: str | Path | Model, question: Question) -> tuple[Model, Question, Pricing | None]:
-    """Open a model for a question, without its weights; what cannot be had is said here.
+    """Open a model for a question, without its weights, and refuse what cannot be had.
 
     Returns:
-        The model, the question with its spaces named, and its pricing: None where it takes more to know: what passes
-        have found, or the time on this machine.
+        The model, the question with its spaces named, and its pricing: None where that needs passes or the time on this
+        machine.
     """
     opened = model if isinstance(model, Model) else open_model(model, weights=False)
     question = question.on(opened)
@@ -49,7 +49,6 @@ class SearchSetup:
 
     Attributes:
         mixture: of edits as passes have measured them, on the text.
-        pricing: as `open_question` has it.
         factors: of matrices that programs have ranks for, and the choice of units; None: there are none.
     """
 
@@ -64,11 +63,11 @@ class SearchSetup:
     def load(
         cls, model: str | Path | Model, question: Question, pricing: Pricing | None, folder: Path, make: bool = True
     ) -> SearchSetup:
-        """Load the model and the text, and read what passes have found.
+        """Load the model and the text, and read the findings of passes.
 
         Args:
-            question: with its spaces named, as `open_question` returns it.
-            folder: where factors are kept.
+            question, pricing: of `open_question`.
+            folder: of factors.
             make: make those that go by a text; else they are there.
         """
         opened = open_model(model)
@@ -90,7 +89,7 @@ class SearchSetup:
         return cls(subject, question, mixture, pricing, known, factors)
 
     def evaluator(self, folder: Path, unseen: Windows | None = None, kept: int | None = None) -> Evaluator:
-        """What measures programs on the text of the search, or on text that it has not seen.
+        """An evaluator of programs on the text of the search, or on unseen text.
 
         Args:
             folder: for hidden states that do not fit into memory.
@@ -109,7 +108,7 @@ class SearchSetup:
         )
 
     def question(self, original: Quality, here: Hardware | None = None) -> PricedQuestion:
-        """What is asked; errors as `priced`.
+        """The question with its prices.
 
         Args:
             original: the unedited model's quality on the text.
@@ -120,7 +119,7 @@ class SearchSetup:
 
 
 def read_question(arguments: Mapping[str, Any]) -> Question:
-    """The question that a command's arguments ask, of which spaces, limits, objectives and passes may be several."""
+    """Read a command's arguments, of which spaces, limits, objectives and passes may be several."""
     values = {name: value for name, value in arguments.items() if value is not None}
     for name in ("space", "budget", "objective"):
         given = values.get(name, "")

@@ -1,4 +1,4 @@
-"""`surgeon sensitivity`, `surgeon.sensitivity`: what running two neighbouring layers in parallel costs."""
+"""`surgeon sensitivity`, `surgeon.sensitivity`: damage of running two neighbouring layers in parallel."""
 
 from __future__ import annotations
 

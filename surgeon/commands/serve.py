@@ -23,9 +23,9 @@ class Serving:
     """A server that answers.
 
     Attributes:
-        name: what clients call the model.
-        url: where they find the API.
-        capacity: how many texts there is room for.
+        name: of the model, for clients.
+        url: of the API.
+        capacity: of texts.
         kernels: as of a `Service`.
     """
 
@@ -105,7 +105,7 @@ def serve(
     """
     import surgeon.server  # noqa: F401 - first, because it says at once if a package is missing
     from surgeon.checkpoint.generation_defaults import read_defaults
-    from surgeon.commands.on_ranks import service_options, stored_model
+    from surgeon.commands.opening import service_options, stored_model
     from surgeon.opened import open_model
     from surgeon.runtime.service import Service
     from surgeon.server.run import bind, run, url_of
@@ -143,7 +143,7 @@ def serve(
 
 
 def warn_if_open(host: str, api_key: str | None, origins: Sequence[str]) -> None:
-    """Say so if others than users of this machine reach a server, or any web page they open, and need no key."""
+    """Warn if others than users of this machine, or any web page they open, reach a server without a key."""
     who = f"whoever reaches {host}" if host not in LOOPBACK else None
     if who is None and "*" in origins:
         who = "any web page that is opened on this machine"

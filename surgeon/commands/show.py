@@ -1,4 +1,4 @@
-"""`surgeon show`: what a checkpoint or a recipe is, in words and as a picture, or in what two differ."""
+"""`surgeon show`: a checkpoint or a recipe in words and as a picture, or the differences of two."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def facts(found: Surgery) -> Iterator[tuple[str, str]]:
 
 
 def differences(a: Surgery, b: Surgery) -> Iterator[tuple[str, str]]:
-    """Pairs of a label and what differs between two checkpoints or recipes; recipes have no tensors to compare."""
+    """Labelled differences between two checkpoints or recipes; recipes have no tensors to compare."""
     from surgeon.checkpoint.compare import compare
     from surgeon.progress import progress
 
@@ -198,7 +198,7 @@ def _proof(proof: dict[str, Any], whose: str) -> str:
 
 
 def what_it_is(found: Surgery) -> str:
-    """In a few words, to go behind its name."""
+    """A few words behind its name."""
     if found.recipe is not None:
         return f"a recipe for {found.original}"
     if not found.report:

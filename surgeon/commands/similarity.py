@@ -1,4 +1,4 @@
-"""`surgeon similarity`, `surgeon.similarity`: what a layer's output owes to the layer before it."""
+"""`surgeon similarity`, `surgeon.similarity`: dependence of each layer's output on the layer before it."""
 
 from __future__ import annotations
 

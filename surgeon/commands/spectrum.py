@@ -1,4 +1,4 @@
-"""`surgeon spectrum`, `surgeon.spectrum`: singular values of every matrix, and what lower ranks do."""
+"""`surgeon spectrum`, `surgeon.spectrum`: singular values of every matrix, and the damage of lower ranks."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def spectrum(
 
 
 def _share(model: Model, keep: float | None, budget: str | None, allocation: Allocation, damage: bool) -> Share | None:
-    """Budget of all matrices, and how it is shared out; None where no ranks are asked for."""
+    """Budget of all matrices, and its allocation; None where no ranks are asked for."""
     from surgeon.analysis.factors.rank_recipe import RankBudget, Share, parse_budget
 
     if keep is None and budget is None:

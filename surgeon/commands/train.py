@@ -12,7 +12,7 @@ from surgeon.commands.command import command, option, several
 from surgeon.commands.options import Form, Overwrite, ProcessDevice, TrainerArguments
 
 if TYPE_CHECKING:
-    from surgeon.findings.scratch import ScratchRun
+    from surgeon.findings.training import ScratchRun
     from surgeon.training.model import TrainedModel
     from surgeon.training.scratch.build import Blueprint
     from surgeon.training.scratch.config import ScratchConfig
@@ -84,7 +84,7 @@ def train(
     from surgeon.checkpoint.training import Training, no_source
     from surgeon.exports.plan import check_storage
     from surgeon.exports.staging import check_target
-    from surgeon.findings.scratch import ScratchRun
+    from surgeon.findings.training import ScratchRun
     from surgeon.opened import open_model
     from surgeon.provenance import provenance
     from surgeon.training.announce import announce, say, say_proof, say_stages
@@ -146,7 +146,7 @@ def train(
 
 
 def _story_of(blueprint: Blueprint, texts: TrainTexts, found: TrainedModel) -> dict[str, Any]:
-    """Record of a run, whatever becomes of its model, as JSON values."""
+    """Record of a run apart from its model, as JSON values."""
     from surgeon.named import public
 
     settings = blueprint.config.settings

@@ -28,9 +28,9 @@ class Benchmark(RunResult):
 
     Attributes:
         speeds: one row per program and batch, as in `bench.csv`: medians over the rounds, of ratios too (each against
-            the first program, of its round); of compressed reductions `divergence` from exact ones, nats per token.
+            the first program, of its round); `divergence` of compressed reductions from exact ones, nats per token.
         results: by load, of every program; of a bench just made.
-        traces: files with timelines, if there are any.
+        traces: files with timelines.
     """
 
     COMMAND = "bench"
@@ -96,10 +96,7 @@ class Benchmark(RunResult):
         return Table("One pass, on the rank that waits most", head, rows)
 
     def pictures(self) -> dict[str, Picture]:
-        """`bench`: a decoding pass of every program, one panel per batch, what it computes and what it waits.
-
-        Without decoding passes it is of the pass with the prompts.
-        """
+        """`bench`: compute and waiting of a decoding pass of every program, or else of a prompt's; a panel per batch."""
         phase = "prefill"
         if "decode_compute_ms" in self.speeds:
             phase = "decode"

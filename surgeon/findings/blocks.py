@@ -1,4 +1,4 @@
-"""Blocks of a section of the page, independent of how they look; those that are drawn are in `drawing` and `maps`."""
+"""Blocks of a section of the page, independent of their looks; `drawing` and `maps` have those that are drawn."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Table:
     """A table of the page, of a terminal (`str`) and of Markdown; the first column heads its rows.
 
     Attributes:
-        head: what is behind a comma, a unit, stands in a second line on a terminal.
+        head: a unit behind a comma stands in a second line on a terminal.
         rows: cells as text; as many as `head` has, or fewer where the rest is empty.
-        left: columns that hold words and stand left, beside the first.
+        left: columns of words, which stand left as the first does.
         folded: shown only when asked for (and on paper if `printed`).
         marked: (row, column) of cells that stand out.
     """
@@ -69,7 +69,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Code:
-    """A text as it stands in a file, or a command."""
+    """A text as in a file, or a command."""
 
     kind: ClassVar[str] = "code"
     caption: str
@@ -85,13 +85,13 @@ class Block(Protocol):
 
 @dataclass(frozen=True)
 class Finding:
-    """Something the data say, for the summary.
+    """A sentence of the summary.
 
     Attributes:
-        lead: a few words that say what it is about.
+        lead: its subject, in a few words.
         text: one or two sentences in plain language.
-        figure: the number to remember, if it is one of those at the top, with what it is.
-        label: what the number is.
+        figure: the number to remember, if it stands at the top.
+        label: the figure's meaning.
     """
 
     lead: str

@@ -1,4 +1,4 @@
-"""What would work with a model, what not and why, and how much memory each would take."""
+"""Check: whether scans, searches, exports, ranks and training work with a model, why not, and their memory."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _WORDS = ("area", "what", "works", "why")
 
 
 class Verdict(NamedTuple):
-    """What becomes of one thing that can be asked of a model.
+    """An answer about one thing that can be asked of a model.
 
     Attributes:
         area: one of `AREAS`.
         what: a map of scans, a space of searches, a number of ranks, ...
         works: "yes", "no", or "part" where some of the layers or programs can.
         why: in the words of the code that does it, or that refuses it.
-        bytes: of memory that it takes; NaN where that is not what counts.
+        bytes: of memory that it takes; NaN where that does not count.
     """
 
     area: str
@@ -48,7 +48,7 @@ class Check(RunResult):
     """The result of `surgeon.check`.
 
     Attributes:
-        answers: one row for each thing that was asked, as in `check.csv`; columns as `Verdict` has them.
+        answers: one row for each question, as in `check.csv`; columns as in `Verdict`.
     """
 
     COMMAND = "check"
@@ -67,7 +67,7 @@ class Check(RunResult):
 
     @property
     def refused(self) -> str | None:
-        """Why nothing can be done with the model; None if something can."""
+        """The reason why nothing can be done with the model; None if something can."""
         reason = self.record.get("refused")
         if reason is None:
             return None
@@ -78,7 +78,7 @@ class Check(RunResult):
         return dict(self.record.get("facts", {}))
 
     def to_json(self) -> dict[str, object]:
-        """All of it, as JSON values; bytes are null where memory is not what counts."""
+        """All of it, as JSON values; bytes are null where memory does not count."""
         answers = [{**one._asdict(), "bytes": None if math.isnan(one.bytes) else int(one.bytes)} for one in self]
         return {"model": self.record.get("model"), "refused": self.refused, **self.described, "answers": answers}
 
@@ -86,11 +86,10 @@ class Check(RunResult):
         return (Verdict(*row) for row in self.answers.itertuples(index=False))
 
     def of_area(self, area: str) -> dict[str, Verdict]:
-        """The answers of an area, by what was asked."""
         return {one.what: one for one in self if one.area == area}
 
     def __str__(self) -> str:
-        """At most 80 columns; what has the same answer stands together."""
+        """At most 80 columns; equal answers stand together."""
         refused = []
         if self.refused is not None:
             refused = [("refused", self.refused)]
@@ -135,13 +134,7 @@ Of these the text decoder is operated on, and what is around it is written again
 
 
 class FamilyRow(NamedTuple):
-    """A family.
-
-    Attributes:
-        name: as users know it.
-        summary: what it is.
-        verdicts: on everything that was asked.
-    """
+    """A family, with a verdict on every question."""
 
     name: str
     model_type: str
@@ -149,7 +142,7 @@ class FamilyRow(NamedTuple):
     verdicts: tuple[Verdict, ...]
 
     def cells(self, briefly: bool = False) -> list[str]:
-        """As `HEAD` has them; briefly with how many things work, where it is not all of them."""
+        """Cells under `HEAD`; briefly as counts where not everything works."""
         scan, search, ranks = (
             _in_words([one for one in self.verdicts if one.area == area], briefly)
             for area in ("scan", "search", "ranks")
@@ -189,7 +182,7 @@ class FamilyTable:
     """The result of `surgeon.families`.
 
     Attributes:
-        wrappers: around decoders, by name, what there is to say of each.
+        wrappers: around decoders: a description by name.
     """
 
     rows: Sequence[FamilyRow]
@@ -199,7 +192,7 @@ class FamilyTable:
         return aligned([HEAD, *(row.cells(briefly=True) for row in self.rows)], left=range(len(HEAD)))
 
     def markdown(self) -> str:
-        """A page: the table, and for each family what it is and why something does not work."""
+        """A page: the table, and for each family a summary and reasons."""
         table = Table("", HEAD, [row.cells() for row in self.rows], left=frozenset(range(len(HEAD)))).markdown
         around = [f"- **{name}**: {said}" for name, said in self.wrappers.items()]
         families = []

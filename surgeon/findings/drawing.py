@@ -1,7 +1,7 @@
 """Panels and pictures: charts with colours, marks and axes, and points that say their values when they are pointed at.
 
-A panel draws itself into axes. The page has each as inline SVG in its own colours, light or dark
-(`surgeon.findings.page`); a file has all panels of a picture side by side (`sheet`).
+A panel draws itself into axes: for the page as inline SVG in its own colours (`page.py`), for a file beside the other
+panels of its picture (`sheet`).
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Picture:
 
     @property
     def many(self) -> bool:
-        """Maps of many cells, which need more room each."""
+        """Whether a map has so many cells that it needs more room."""
         return any(getattr(item, "many", False) for item in self.items)
 
     @property
@@ -157,7 +157,7 @@ def pictures_in(blocks: Iterable[Any]) -> Iterator[tuple[str, Picture]]:
 
 
 def sheet(picture: Picture, heading: str) -> Figure:
-    """A picture as a figure of a file, all of its panels side by side, with its words."""
+    """A picture as a figure of a file, all of its panels side by side, with their captions."""
     panels = picture.items
     width = max(one.size[0] for one in panels)
     height = max(one.size[1] for one in panels)
@@ -224,7 +224,7 @@ def scale(
 
     Args:
         zero: begin at 0.
-        end: larger values are left to lie beyond the axis.
+        end: larger values lie beyond the axis.
     """
     least = -math.inf
     if log:
@@ -254,7 +254,7 @@ def scale(
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    """At most eight, of which there are some within less than a decade, too."""
+    """At most eight ticks, with some within less than a decade, too."""
     subs = [(1.0, 2.0, 5.0), (1.0, 3.0), (1.0,)]
     found = np.asarray(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high))
     while high / low >= 4:
@@ -278,15 +278,14 @@ def points(
     ends: tuple[Any, Any] | None = None,
     band: bool = False,
 ) -> None:
-    """Draw a line and its points into axes that have their limits; what lies beyond is hollow, on the edge.
+    """Draw a line and its points into axes that have their limits; points beyond are hollow, on the edge.
 
     Args:
-        tips: what is said of each point.
+        tips: text of each point.
         style: number of its colour, dash and mark.
-        colour: instead of the style's, for one of several that are more and more of the same.
-        line, marks: what is drawn.
+        colour: in place of the style's, for one of an ordered series.
         ends: of the 95% interval of each point; NaN where there is none.
-        band: intervals are an area along the line instead of a bar at every point.
+        band: draw intervals as an area along the line.
     """
     known = ~np.isnan(np.asarray(y, dtype=float))
     x = np.asarray(x, dtype=float)[known]
@@ -330,11 +329,11 @@ def columns_chart(
     caption: str = "",
     log: bool = True,
 ) -> Chart:
-    """Draw columns of a table whose first column are layers, up to 1 or logarithmic.
+    """Draw columns of a table over its first, the layers, up to 1 or logarithmic.
 
     Args:
         lines: words and style of each column.
-        rows: what tips call the rows.
+        rows: names of the rows in tips.
         titles: of the chart and of its axes.
     """
     title, x, y = titles
@@ -363,7 +362,7 @@ def rule(axes: Axes, value: float) -> None:
 
 
 def above(axes: Axes) -> str:
-    """How many points lie beyond the axis, in words."""
+    """The number of points beyond the axis, in words."""
     hollow = [len(TIPS[line]) for line in axes.lines if line in TIPS and line.get_markerfacecolor() == PAPER]
     count = sum(hollow)
     if not count:

@@ -25,8 +25,7 @@ class Edit:
 
     Attributes:
         first, stop: the layers, as Python slices them.
-        space: whose it is.
-        option: in which way, in the space's own words; empty where there is one way.
+        option: in the space's own words; empty where there is one way.
     """
 
     first: int

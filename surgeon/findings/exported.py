@@ -1,4 +1,4 @@
-"""Exported checkpoint: its report, surgeon.json; what was done, and how it was proven."""
+"""Exported checkpoint: its report, surgeon.json, with its proof."""
 
 from __future__ import annotations
 
@@ -81,5 +81,5 @@ class ExportRun(RunResult):
 
 
 def from_scratch(data: Any) -> str:
-    """What models from scratch go by where others go by their original: the text that they were trained on."""
+    """The name of models from scratch, in place of an original's: their training text."""
     return f"models from scratch on {data}"

@@ -1,4 +1,4 @@
-"""Healing: a healed model beside the original and the edited one, and how the training went."""
+"""Healing: a healed model beside the original and the edited one, and its training curves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NOTE = (
 
 @dataclass(frozen=True)
 class Healing:
-    """One run: the three models on the same held-out text; the original is None where it is not known."""
+    """Three models on the same held-out text; the original is None where it is not known."""
 
     original: Quality | None
     edited: Quality
@@ -34,7 +34,7 @@ class Healing:
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> Healing:
-        """From `run.json`.
+        """Read a `run.json`.
 
         Raises:
             ValueError: if a perplexity is not above 0.
@@ -47,7 +47,7 @@ class Healing:
 
     @property
     def of_perplexity(self) -> float | None:
-        """The share of the lost log-perplexity that is regained; NaN where none was, None without the original."""
+        """The regained share of the lost log-perplexity; NaN where none was lost, None without the original."""
         if self.original is None:
             return None
         edited, healed, original = (math.log(one.perplexity) for one in (self.edited, self.healed, self.original))
@@ -58,7 +58,7 @@ class Healing:
 
     @property
     def of_divergence(self) -> float | None:
-        """The same of divergence; None where it is not known."""
+        """The regained share of divergence; None where it is not known."""
         lost = self.edited.divergence
         if math.isnan(lost):
             return None

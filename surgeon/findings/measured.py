@@ -1,8 +1,7 @@
-"""Measurements for a model card: what `surgeon eval` and `surgeon search` have written.
+"""Measurements for a model card, from `surgeon eval` and `surgeon search`.
 
-A measurement is taken only if it is of the checkpoint that the card is for: of itself under its own program, or of its
-source under the program that was exported, which computes the same. Those of the source under its unedited program
-stand beside it, to compare.
+Only those of the checkpoint are taken: of itself under its own program, or of its source under the exported program,
+which computes the same; beside them those of the source under its unedited program.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ _LONGEST_PROGRAM = 80  # characters of it in an error
 
 
 class MeasuredElsewhere(ValueError):
-    """Results that are of another model, or of another program."""
+    """Results of another model, or of another program."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What the measurements must be of.
+    """The model and programs that measurements must be of.
 
     Attributes:
         name: of the checkpoint.
         model_hash: its own; None while it is not written yet.
         program: over its own layers.
-        source_hash: of the model that it was made of; None if surgeon.json, of an earlier version, does not say it.
-        source_program: the program that was exported, over the source's layers.
+        source_hash: of its source; None if an earlier version's surgeon.json does not have it.
+        source_program: the exported program, over the source's layers.
         dense: the source's unedited program.
-        trained: whether its weights were trained after the edit, so that nothing measured of the source's holds.
+        trained: whether its weights were trained after the edit, so that no measurement of the source's holds.
     """
 
     name: str
@@ -55,10 +54,10 @@ class Identity:
     trained: bool = False
 
     def is_edited(self, path: Path, model_hash: str, program: Program) -> bool:
-        """Whether it is of the checkpoint, and not of its source as it was.
+        """Whether a measurement is of the checkpoint, and not of its unedited source.
 
         Raises:
-            MeasuredElsewhere: if it is of neither, saying what it is of.
+            MeasuredElsewhere: if it is of neither, saying of which.
         """
         if (model_hash, program) == (self.model_hash, self.program):
             return True
@@ -89,9 +88,9 @@ class CardScore:
     """One number of quality.
 
     Attributes:
-        edited: of the checkpoint, not of its source as it was.
-        on: what it was measured on, for people; `key` tells one such text or task from another.
-        shown: the value with its uncertainty, for people.
+        edited: of the checkpoint, not of its unedited source.
+        on: the text or task, for people; `key` tells one from another.
+        shown: the value with its uncertainty.
     """
 
     edited: bool
@@ -102,7 +101,7 @@ class CardScore:
 
 
 def read_measured(paths: Sequence[Path], identity: Identity) -> tuple[CardScore, ...]:
-    """Read result files, or all of them that lie in folders.
+    """Read result files, or all that lie in folders.
 
     Raises:
         FileNotFoundError: if there is no such file or folder.
@@ -177,7 +176,7 @@ def _search(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[
 def _on_text(
     record: dict[str, Any], quality: Quality, edited: bool, against: str, which: str = ""
 ) -> Iterator[CardScore]:
-    """Numbers on a text; an unedited model's divergence from itself says nothing."""
+    """Numbers on a text; an unedited model's divergence from itself is left out."""
     source = str(record["data"])
     on = f"{public(source)}, {quality.tokens:,} tokens{which}"
     key = f"{record['data_hash']} {quality.tokens}"

@@ -1,4 +1,4 @@
-"""Prediction: what programs would cost on described hardware, as tables for a terminal, charts and a section."""
+"""Prediction: costs of programs on described hardware, as tables for a terminal, charts and a section."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Predictions(RunResult):
         speeds: one row per program, ranks and load, as in `predict.csv`; speedups are over the first program on the
             same ranks for the same load.
         drafts: where the second program drafts for the first, one row per ranks, load and acceptance, as in
-            `drafts.csv`: times in ms, tokens per second without drafts (`dense`), with them (`drafted`) and of the
-            draft alone (`alone`), and how often the first is in the others.
+            `drafts.csv`: times in ms; tokens per second without drafts (`dense`), with them (`drafted`) and of the
+            draft alone (`alone`), and the ratios of the latter two to the first.
         cells: by ranks and load, of every program; of predictions just made.
     """
 
@@ -160,7 +160,7 @@ class Predictions(RunResult):
 
 
 def words_of(axis: str, value: int) -> str:
-    """A value of an axis: 8 ranks, batch 16, prompt 1024, 512 new."""
+    """Name a value of an axis: 8 ranks, batch 16, prompt 1024, 512 new."""
     if axis == "ranks":
         return plural(value, "rank")
     if axis == "new":
@@ -186,9 +186,9 @@ def _pass(table: pd.DataFrame, phase: str) -> Chart:
 
 
 def _lines(table: pd.DataFrame) -> Iterator[Chart]:
-    """Tokens per second along an axis of a sweep, a chart for each value of another; speedups where there are several.
+    """Tokens per second along an axis of a sweep, a chart for each value of another; of several programs speedups.
 
-    Where more than two axes are swept, the charts are of the first value of the others.
+    Of further axes the charts have the first value.
     """
     column = "tokens_per_second"
     title = "new tokens per second"

@@ -60,7 +60,7 @@ def _tips(cells: pd.DataFrame) -> list[str]:
 
 
 def _end_of_axis(scan: ScanTable, values: Sequence[float]) -> float:
-    """Reaches beyond most of the points; the few that are far off would press the others together."""
+    """Beyond most of the points; the few that are far off would press the others together."""
     typical = float(np.quantile([value / scan.base for value in values], _MOST_POINTS, method="lower"))
     return scan.base * min(CAP, max(LEAST_CAP, 1 + 2.5 * (typical - 1)))
 
@@ -135,7 +135,7 @@ def _by_end(scan: ScanTable, operation: str) -> Chart:
 
 
 def reach_table(scan: ScanTable) -> Table:
-    """Table how far each operation goes within each tolerance."""
+    """Table the reach of each operation within each tolerance."""
     rows = []
     for operation in scan.operations:
         row = [HEATMAPS[operation].title]
@@ -209,7 +209,7 @@ class ScanMaps:
         return Picture(maps, f"{caption} {colours} {shared}".strip(), legend=legend)
 
     def galleries(self) -> Iterator[Block]:
-        """Draw maps over stretches on one scale, then the others on another one, and what experts get and give."""
+        """Draw maps over stretches on one scale, the others on another one, and maps of experts."""
         if names := self._names(over_stretches=True):
             shared = "These maps share one scale, that of heatmaps.png." if len(names) > 1 else ""
             yield self._picture(names, _STRETCHES, shared)
@@ -250,7 +250,7 @@ class ScanMaps:
         return Map(title, values, colours, (across, ""), data, what, described=described, limit=limit, flat=HALF)
 
     def _expert_map(self, column: str, title: str) -> Map:
-        """What each expert gets or gives, layers down and experts across."""
+        """Load or saliency of each expert, layers down and experts across."""
         values = self.experts.pivot(index="layer", columns="expert", values=column)
         if column == "saliency":  # of which some layers have many times as much as others
             values = values.div(values.sum(axis=1), axis=0)
@@ -282,9 +282,7 @@ class ScanMaps:
 
 
 def grid(cells: pd.DataFrame, varied: str | None = None) -> pd.DataFrame:
-    """Perplexity by first layer (index) and last layer (columns); NaN where there is no such stretch.
-
-    Layers between those of the stretches that were measured are left out where all stretches leave them out.
+    """Perplexity by first layer (index) and last layer (columns), evenly spaced; NaN where there is no such stretch.
 
     Args:
         varied: the column whose values are the columns instead, in their order there.
@@ -296,6 +294,6 @@ def grid(cells: pd.DataFrame, varied: str | None = None) -> pd.DataFrame:
 
 
 def _evenly(layers: pd.Series[int]) -> range:
-    """The layers there are, and those that are missing for them to be evenly spaced."""
+    """The layers, with missing ones filled in so that they are evenly spaced."""
     present = sorted(set(layers))
     return range(present[0], present[-1] + 1, math.gcd(*(b - a for a, b in pairwise(present))) or 1)

@@ -1,4 +1,4 @@
-"""Sensitivity: bounds of the error of two neighbouring layers as an LP pair, the error itself, and what it costs."""
+"""Sensitivity: bounds of the error of two neighbouring layers as an LP pair, the error itself, and its damage."""
 
 from __future__ import annotations
 
@@ -38,11 +38,10 @@ class Sensitivity(RunResult):
 
     Attributes:
         pairs: one row per pair of neighbouring layers, as in `sensitivity.csv`: `first` and `last`, counted from 0;
-            the terms of `lp_error.TERMS`, means over the windows they were computed on; `relative_bound`,
-            `relative_first_order` and `relative_error`, divided by `stream_norm`; `log10_amplification`, of the
-            product in equation 13, and `log10_output_bound`, with the bound; `perplexity` and `divergence` of the
-            model with this pair in parallel, with the divergence's 95% interval, and `log_perplexity_ratio`;
-            `iterations`, the most that an operator norm took, and `converged`, whether all of them did.
+            the terms of `lp_error.TERMS`, means over the windows; `relative_bound`, `relative_first_order` and
+            `relative_error`, divided by `stream_norm`; `log10_amplification`, of the product in equation 13, and
+            `log10_output_bound`, with the bound; `perplexity`, `divergence` (95% interval) and `log_perplexity_ratio`
+            of the model with this pair in parallel; `iterations`, the most of an operator norm, and `converged`.
         correlations: rank correlations of `PREDICTORS` with `DAMAGES`: `predictor`, `damage`, `rho`, `p`, `n`; also in
             the record.
     """
@@ -103,7 +102,7 @@ class Sensitivity(RunResult):
             yield Finding("The bound", text)
 
     def __str__(self) -> str:
-        """How well the bound, and the error itself, order the pairs by their damage, in 80 columns."""
+        """Rank correlations of the bound, and of the error itself, with the damage, in 80 columns."""
         table = self.pairs
         looseness = np.inf
         if (table["error"] > 0).all():

@@ -1,4 +1,4 @@
-"""Similarity: how little each layer depends on the one before it, and which cheap measure predicts damage."""
+"""Similarity: dependence of each layer on the one before it, and cheap measures that predict damage."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class Similarity(RunResult):
 
     Attributes:
         layers: one row per layer, as in `similarity.csv`: `layer`; `cka_attention`, `cka_attention_debiased`,
-            `cka_mlp`, `cka_mlp_debiased` (NaN where there is no layer before it, as for layer 0); `block_influence`;
-            `attention_size` and `mlp_size`, the mean norm of a sublayer's output relative to the stream it reads.
-        distances: one row per stretch of layers in a row, as in `distances.csv`: `first` and `last`, both included;
-            `angular_distance` between the streams before and after it, averaged over all tokens, and
-            `angular_distance_last_token`, over the last token of each window; `cosine_distance`, 1 - the mean cosine
-            between them.
-        proxies: how every measure is correlated with a scan's heatmaps, as in `proxies.csv`; empty without a scan.
+            `cka_mlp`,
+            `cka_mlp_debiased` (NaN for layer 0); `block_influence`; `attention_size` and `mlp_size`, the mean norm of a
+            sublayer's output relative to the stream it reads.
+        distances: one row per stretch, as in `distances.csv`: `first` and `last`, both included; `angular_distance`
+            between the streams before and after it, averaged over all tokens, and `angular_distance_last_token`, over
+            the last token of each window; `cosine_distance`, 1 - the mean cosine between them.
+        proxies: correlations of every measure with a scan's heatmaps, as in `proxies.csv`; empty without a scan.
     """
 
     COMMAND = "similarity"
@@ -188,7 +188,7 @@ def _best_proxy(rho: pd.DataFrame) -> Finding:
 
 
 def _highest(rows: pd.DataFrame, column: str) -> tuple[str, float]:
-    """The name of the proxy with the highest rank correlation, and that."""
+    """The proxy with the highest rank correlation, and that."""
     if rows[column].isna().all():
         return "-", math.nan
     row = rows.iloc[int(rows[column].argmax())]

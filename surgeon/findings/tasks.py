@@ -28,9 +28,9 @@ class Score:
 
     Attributes:
         shots: few-shot examples; None for a group whose tasks have different numbers.
-        filter: how the answer was taken out of a generated text; "none" for scored texts.
+        filter: lm-eval's filter of a generated text; "none" for scored texts.
         stderr: standard error, or None where lm-eval knows none.
-        rows: how many were evaluated; None where lm-eval does not say it.
+        rows: evaluated; None where lm-eval does not say it.
     """
 
     task: str
@@ -52,11 +52,7 @@ class Score:
 
 @dataclass(frozen=True, repr=False)
 class TaskRun(RunResult):
-    """The result of `evaluate` on tasks: lm-eval's, with our provenance in it.
-
-    Attributes:
-        scores: of each task and metric.
-    """
+    """The result of `evaluate` on tasks: lm-eval's, with our provenance in it."""
 
     COMMAND = "eval"
     RECORD = "results*.json"
@@ -75,7 +71,7 @@ class TaskRun(RunResult):
 
     @classmethod
     def provenance(cls, record: dict[str, Any]) -> dict[str, Any]:
-        """What surgeon wrote, and of lm-eval's much longer record how it was called."""
+        """Our provenance, and the call of lm-eval from its much longer record."""
         written = record.get(PROVENANCE_KEY)
         own = {}
         if isinstance(written, dict):
@@ -153,7 +149,7 @@ def _text(score: Score) -> str:
 
 
 def scores(results: dict[str, Any]) -> list[Score]:
-    """The numbers of what was asked for: of a group that lm-eval aggregates the group's, not those of its members."""
+    """The numbers of the tasks and groups that were asked for, without members of groups that lm-eval aggregates."""
     members = results.get("group_subtasks", {})
     hidden = {child for group in results.get("groups") or {} for child in members.get(group, [])}
     found = []
@@ -180,8 +176,7 @@ def write_results(
 ) -> tuple[Path, ...]:
     """Write results_<time>.json as lm-eval does, and the numbers of the table as CSV; with samples_<task>_<time>.jsonl.
 
-    The record of provenance goes under the key "surgeon". Every file is whole or not there; the results, which say
-    that all is done, come last.
+    Provenance goes under the key "surgeon". Every file is whole or not there; the results mark the end.
 
     Args:
         results: of `surgeon.quality.tasks.run_tasks`.

@@ -1,4 +1,4 @@
-"""What a scan's cells say about which layers can be touched; every claim of the page's summary comes from here."""
+"""Tolerance of layers by a scan's cells: every claim of the page's summary comes from here."""
 
 from __future__ import annotations
 
@@ -21,15 +21,13 @@ _SAME = 1e-6  # relative; perplexities this close are one
 
 @dataclass(frozen=True)
 class ScanTable:
-    """A scan's cells, ready to be asked.
+    """A scan's cells, ready for questions.
 
     Attributes:
         cells: of the maps over stretches, as in `cells.csv`, with `ratio` (perplexity over the base's) and `changed`
-            (how many layers run in another way). Left out are stretches on which an operation changes nothing; where an
-            operation leaves the last layers of a stretch as they are (pairs of an odd stretch), `last` is the last one
-            that it changes.
+            (number of layers that run in another way), without stretches on which an operation changes nothing; `last`
+            is the last layer that it changes.
         base: perplexity of the unedited model.
-        num_layers: of the model.
         steps_per_layer: 1 where attention and MLP read the same stream; None if the record does not say.
         edited: whether the model runs a program of its own, of which no effective depths are told.
     """
@@ -42,7 +40,6 @@ class ScanTable:
 
     @classmethod
     def of(cls, cells: pd.DataFrame, base: float, record: dict[str, Any]) -> ScanTable:
-        """Ready the cells, base perplexity and record of a scan to be asked."""
         # A model runs each of its layers' two sublayers once.
         known = record.get("num_layers") or record.get("sublayers_run", {}).get("base", 0) // 2
         num_layers = max(int(known), int(cells["last"].max()) + 1)
@@ -70,13 +67,13 @@ class ScanTable:
 
 
 def changed_layers(operation: str, first: int, last: int) -> int:
-    """How many layers of a stretch an operation changes: all, or those in whole groups."""
+    """Count the layers of a stretch that an operation changes: all, or those in whole groups."""
     size = HEATMAPS[operation].group
     return (last - first + 1) // size * size
 
 
 def depth_saved(operation: str, layers: int, steps_per_layer: int | None) -> float | None:
-    """By how many layers an operation on so many of them lessens the effective depth; None if it cannot be told."""
+    """The effective depth that an operation on so many layers saves; None if it cannot be told."""
     if layers < 1:
         return None
     known = [steps_per_layer] if steps_per_layer else [1, 2]

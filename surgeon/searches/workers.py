@@ -36,7 +36,7 @@ class WorkerProcesses:
 
     Args:
         count: of workers, this process among them.
-        command: what the interpreter is to run, as in ["-m", "surgeon.commands.search_worker"].
+        command: what the interpreter is to run, as in ["-m", "surgeon.commands.searching"].
         given: to each of them, as JSON values; `given_to_worker` reads it.
         folder: of the results; each worker writes what it has to say into a file in it.
     """
