@@ -1,4 +1,4 @@
-"""What sending activations as integers does to a model's predictions, measured on the ranks themselves."""
+"""Divergence of predictions with compressed reductions, measured on the ranks themselves."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def divergence_of_compressed(ranks: Ranks, windows: list[list[int]], kind: Compr
 
     Args:
         windows: token ids; every token of a window but the first is predicted.
-        name: under which the ranks keep an engine.
+        name: of the ranks' engine.
 
     Returns:
         KL(exact || compressed) over the full vocabulary in nats, the mean over each window's predictions, (windows,).
@@ -54,7 +54,7 @@ def divergence_of_compressed(ranks: Ranks, windows: list[list[int]], kind: Compr
 
 @torch.inference_mode()
 def _compare_on_rank(rank: Rank, name: str, windows: list[list[int]], kind: Compression) -> list[float]:
-    """Runs on a rank: run every window both ways with the weights of an engine that it keeps."""
+    """Run every window both ways on a rank, with the weights of its engine."""
     engine: RankEngine = rank.engines[name]
     exact = _sending(engine, lambda collectives: collectives.exact)
     compressed = _sending(engine, lambda collectives: Compressed(collectives.exact, kind))

@@ -1,6 +1,6 @@
 """Decoding with drafts of another program over the same weights, measured beside decoding without, on ranks, in turns.
 
-Every run starts cold: what drafts are worth is found out while texts are written, as in `surgeon generate`.
+Every run starts cold: the best number of drafted tokens is found while texts are written, as in `surgeon generate`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DecodedTexts:
 
     Attributes:
         tokens: of each text, the new ones.
-        new: tokens that passes behind the prompts' brought.
+        new: tokens of passes behind the prompts'.
         seconds: of these passes, and of those of drafts.
         passes: of the model, behind the prompts'.
         drafted, accepted: tokens.
@@ -93,8 +93,8 @@ class MeasuredDrafts:
     Attributes:
         speedup: tokens per second, times those without: the median over rounds.
         low, high: the least and the most of any round.
-        accepted: the share of drafted tokens that were; NaN where none was drafted.
-        tokens_per_pass: of a text, that a pass of the model brought.
+        accepted: the share of drafted tokens; NaN where none was drafted.
+        tokens_per_pass: of a text and a pass of the model.
     """
 
     speedup: float
@@ -128,8 +128,7 @@ def measure_drafts(
     """Measure decoding with a draft and without, in turns.
 
     Args:
-        prompts: of each round, texts that are continued together; those of the first one warm up.
-        sampling: how tokens are drawn, and how many.
+        prompts: of each round, texts that are continued together; the first round warms up.
         advance: called with 1 after each run.
     """
     if len(prompts) < 2:

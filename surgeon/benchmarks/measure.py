@@ -1,8 +1,7 @@
-"""Measuring programs against each other on ranks: latencies, rates, and where each forward pass's time goes.
+"""Measuring programs against each other on ranks: latencies, rates, and the split of each forward pass's time.
 
-All programs are loaded by the same ranks, and every round runs each of them once, so that whatever else the machine
-does disturbs all alike. Texts are random token ids; all texts of a batch are computed together, their prompts in one
-pass, or in chunks.
+All programs are loaded by the same ranks, and every round runs each of them once, so that disturbances hit all alike.
+Texts are random token ids; all texts of a batch are computed together, their prompts in one pass, or in chunks.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ PROFILED_TOKENS = 6  # new ones
 
 @dataclass(frozen=True)
 class Needs:
-    """What all that is measured has in common.
+    """Needs that all programs under measurement have in common.
 
     Attributes:
         tokens: of prompt and output together.
         device: "cpu" or "cuda".
-        ways: how it is computed; a `kv` of "lowrank" is for those that can.
+        ways: of computing; a `kv` of "lowrank" is for those that can.
     """
 
     ranks: int
@@ -79,7 +78,7 @@ def plan_candidates(candidates: Iterable[Candidate], needs: Needs) -> dict[str, 
 
 @dataclass(frozen=True)
 class Split:
-    """Where the time of one forward pass goes on the rank that waits most: means over the passes of a run, seconds.
+    """The split of one forward pass's time on the rank that waits most: means over the passes of a run, seconds.
 
     Attributes:
         waiting: in collectives; NaN where that is not known.
@@ -100,11 +99,11 @@ class Measurement:
     """One run: seconds, and tokens per second.
 
     Attributes:
-        first_token: from being asked to the first new token of every text.
+        first_token: from the request to the first new token of every text.
         prefill: the pass with the prompts.
         decode: all other passes.
         per_token: one of these; NaN if there are none.
-        rate: new tokens of all texts per second, from being asked to the last one.
+        rate: new tokens of all texts per second, from the request to the last one.
     """
 
     first_token: float
@@ -121,9 +120,9 @@ class Result:
     """One program under one load.
 
     Attributes:
-        connected: whether its ranks wait for each other; without, what they compute is wrong.
+        connected: whether its ranks wait for each other; without, their results are wrong.
         rounds: a measurement for each.
-        runs: what each rank measured, for each round.
+        runs: of each rank, for each round.
     """
 
     name: str
@@ -141,7 +140,7 @@ class RankBench:
     Attributes:
         plans: of the programs, by name.
         unconnected: names of those whose ranks do not wait for each other.
-        pass_tokens: of prompts that are computed in one pass at most; None for all of them.
+        pass_tokens: of prompts in one pass at most; None for all of them.
     """
 
     ranks: Ranks
@@ -156,7 +155,7 @@ class RankBench:
         return cls(ranks, plans, unconnected)
 
     def run(self, name: str, load: Workload, profiled: bool = False) -> list[RankRun]:
-        """Run one program once; what each rank measured, as `run_timed` has it."""
+        """Run one program once; returns the run of each rank."""
         runs: list[RankRun] = self.ranks.call(run_timed, *self._given(name, load), name, profiled)
         return runs
 
@@ -189,20 +188,17 @@ class RankBench:
         return results
 
     def split(self, name: str, load: Workload, rounds: Sequence[Measurement]) -> list[Measurement]:
-        """Measurements that say how long passes wait on GPUs, too: as in one more run, with a profiler.
-
-        That takes time, so that the other figures stay what they are.
-        """
+        """Measurements with the split of passes on GPUs, too, by one more run with a profiler, which takes time."""
         if self.ranks.options.device != "cuda":
             return list(rounds)
         found = summarise(self.run(name, load, profiled=True), load, name not in self.unconnected)
         return [replace(one, prefill_pass=found.prefill_pass, decode_pass=found.decode_pass) for one in rounds]
 
     def profile(self, load: Workload, path: Path) -> tuple[Path, ...]:
-        """Have every rank write a Chrome trace of all programs, by `torch.profiler`; their files.
+        """Have every rank write a Chrome trace of all programs, by `torch.profiler`; returns their files.
 
         Args:
-            path: what they are named after.
+            path: that they are named after.
         """
         short = replace(load, new=min(PROFILED_TOKENS, load.new))
         loads = {name: self._given(name, short) for name in self.plans}
@@ -211,10 +207,9 @@ class RankBench:
 
 
 def summarise(runs: Sequence[RankRun], load: Workload, connected: bool) -> Measurement:
-    """The figures of one run, given what each rank measured.
+    """The figures of one run.
 
-    Rank 0 chooses the tokens, so that its times are the ones that count; ranks that are not connected do not wait for
-    each other, and the slowest of them counts.
+    Rank 0 chooses the tokens, so that its times count; of ranks that are not connected the slowest counts.
     """
     if connected:
         lead = runs[0]
@@ -290,7 +285,7 @@ def _row(result: Result, first: Result) -> dict[str, object]:
 
 
 def _split_columns(phase: str, splits: Sequence[Split]) -> dict[str, object]:
-    """Medians of one pass of a phase; what it sends is the same in every round."""
+    """Medians of one pass of a phase; counts and bytes are the same in every round."""
     if not splits:
         return {}
     last = splits[-1]
@@ -306,7 +301,7 @@ def _split_columns(phase: str, splits: Sequence[Split]) -> dict[str, object]:
 
 
 def bench_record(results: Sequence[Result]) -> list[dict[str, object]]:
-    """Every round of every program and batch, as JSON holds it: seconds, tokens per second, counts."""
+    """Every round of every program and batch, as JSON values: seconds, tokens per second, counts."""
     return [
         {
             "program": result.name,

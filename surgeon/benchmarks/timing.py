@@ -151,11 +151,11 @@ class TimedCollectives(Around):
         return TimedCollectives(inner, self.recorder)
 
     def all_reduce(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:  # noqa: ARG002
-        """Start summing a tensor over the group; waiting on the result gives the sum. Waiting is timed apart always."""
+        """Start summing a tensor over the group; waiting on the result gives the sum. Waiting is always apart."""
         return self._timed("all-reduce", self.inner.all_reduce, tensor, counts)
 
     def start_all_gather(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:  # noqa: ARG002
-        """The group's tensors, only started; waiting on the result gives the joined tensors."""
+        """Start gathering the group's tensors; waiting on the result gives them joined."""
         return self._timed("all-gather", self.inner.start_all_gather, tensor, counts)
 
     def _timed(
@@ -250,10 +250,10 @@ class TimedMachine(RankMachine):
 
 
 def load_timed(rank: Rank, plan: Plan, name: str, connected: bool = True, link: Link | None = None) -> None:
-    """Runs on a rank: load its slices of a model, and keep the timed engine under a name.
+    """Load a rank's slices of a model, and keep the timed engine under a name.
 
     Args:
-        connected: whether ranks wait for each other and add up what they compute; without, what they compute is wrong.
+        connected: whether ranks wait for each other and add up; without, their results are wrong.
         link: emulate one of this delay and bandwidth, for this engine only.
     """
     collectives = rank.collectives
@@ -273,10 +273,10 @@ def run_timed(
     name: str,
     profiled: bool = False,
 ) -> RankRun:
-    """Runs on a rank: continue texts until all have ended, and say where the time went.
+    """Continue texts on a rank until all have ended, with a record of each pass.
 
     Args:
-        profiled: whether to say on GPUs, too, what passes wait; that takes time.
+        profiled: whether to tell waiting on GPUs, too; that takes time.
     """
     engine: TimedEngine = rank.engines[name]
     recorder = engine.recorder
@@ -317,7 +317,7 @@ def _covered(spans: Sequence[Any], within: Any) -> float:
 
 
 def in_profile(what: object, wanted: bool) -> AbstractContextManager[object]:
-    """Under a name in a profile of `torch.profiler`, if that is wanted."""
+    """Name a block in a profile of `torch.profiler`."""
     if wanted:
         return record_function(str(what))
     return nullcontext()
@@ -329,14 +329,14 @@ def trace_files(path: Path, ranks: int) -> tuple[Path, ...]:
 
 
 def write_profile(rank: Rank, loads: Mapping[str, Load], file: str) -> None:
-    """Runs on a rank: continue every program's texts, and write a Chrome trace by `torch.profiler`.
+    """Continue every program's texts on a rank, and write a Chrome trace by `torch.profiler`.
 
     They are continued once before, when kernels are chosen and, on GPUs, passes are recorded. On CPUs none are replayed
-    from recordings, so that steps and what they send have names.
+    from recordings, so that steps and collectives have names.
 
     Args:
         loads: by the names of the programs' engines.
-        file: for all ranks; each writes the one of its own (`trace_files`).
+        file: for all ranks; each writes its own (`trace_files`).
     """
     on_gpu = rank.device.type == "cuda"
     for name, load in loads.items():

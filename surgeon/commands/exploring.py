@@ -56,7 +56,7 @@ SHORTEST = 64  # that a text is cut into; tokens of the shortest window
 
 
 class ExploreRound(NamedTuple):
-    """What a round measures on.
+    """The sizes of a round.
 
     Attributes:
         name: of its folder.
@@ -77,7 +77,7 @@ def plan_rounds(layers: int, window: int, text: int) -> list[ExploreRound]:
 
     Args:
         window: the longest that the model may get.
-        text: tokens that there are.
+        text: its tokens.
     """
     rounds = []
     for count, (tokens, places, trials) in enumerate(SIZES, start=1):
@@ -110,10 +110,10 @@ class Exploring:
     """An exploration under way.
 
     Attributes:
-        record: as in explore.json; `passes` are those that the page shows, `done` all that came to their end.
+        record: as in explore.json; `passes` are those of the page, `done` all that came to their end.
         begun: when this call began, by `time.monotonic`.
-        before: seconds that earlier calls took.
-        steps: by name, what was done and the seconds that it took, in all calls.
+        before: seconds of earlier calls.
+        steps: by name, their results and seconds, in all calls.
     """
 
     model: Model
@@ -128,7 +128,7 @@ class Exploring:
     steps: dict[str, tuple[str, float]] = field(default_factory=dict)
 
     def resume(self) -> None:
-        """Take in what the folder has.
+        """Take in the folder's steps.
 
         Raises:
             ValueError: if that is of something else.
@@ -151,7 +151,7 @@ class Exploring:
         self.before = earlier.spent
 
     def run(self) -> Exploration:
-        """Measure round by round until the time is over; the page has what each has found."""
+        """Measure round by round until the time is over, with a page behind each."""
         found = None
         for one in self.rounds:
             if self.measure(one):
@@ -174,16 +174,16 @@ class Exploring:
 
     @property
     def maps(self) -> list[str]:
-        """Of the scan, those that work with the model."""
+        """Maps of the scan that work with the model."""
         return self._works("scan", MAPS)
 
     @property
     def spaces(self) -> list[str]:
-        """Of the search, those that work with the model."""
+        """Spaces of the search that work with the model."""
         return [SPACES[name] for name in self._works("search", [*SPACES])]
 
     def measure(self, one: ExploreRound) -> bool:
-        """Do what is not done yet of a round, until the time is over; returns whether there was anything."""
+        """Do the rest of a round, until the time is over; returns whether there was any."""
         begun = False
         for name, what, work in self._passes(one):
             if f"{one.name}/{name}" not in self.record["done"] and self.left > 0:
@@ -192,7 +192,7 @@ class Exploring:
         return begun
 
     def _passes(self, one: ExploreRound) -> Iterator[tuple[str, str, Callable[[Path], RunResult]]]:
-        """The passes of a round that work with the model: name, what for, the call that makes it in a folder."""
+        """The passes of a round that work with the model: name, purpose, the call that makes it in a folder."""
         text: dict[str, Any] = {"tokens": one.tokens, "window": one.window}
         text |= {"separator": self.record["separator"], "memory": self.record["memory"]}
 
@@ -239,7 +239,7 @@ class Exploring:
         return Exploration(steps, record=self.record | {"spent": round(self.spent, 1)}, **found)
 
     def draw(self) -> Exploration:
-        """Put all that there is on the page, with what to do next."""
+        """Write the page, with the next steps."""
         scanned = self._scan()
         similar = self._last(Similarity)
         found = self._last(SearchResult)
@@ -265,7 +265,7 @@ class Exploring:
         return self._so_far(checked=self.checked, page=page, files=(page.file,), **passes)
 
     def _scan(self) -> Scan | None:
-        """The scan with the most cells, of which the last one may be without an end."""
+        """The scan with the most cells; the last one may be unfinished."""
         folders = sorted(self.folder.glob("round-*/scan"))
         found = [Scan.read(one, self.model.hash) for one in folders if (one / Scan.RECORD).is_file()]
         return max(reversed(found), key=lambda one: len(one.cells), default=None)
@@ -374,5 +374,5 @@ def _sizes(found: RunResult) -> str:
 
 
 def _figures(found: RunResult) -> str:
-    """The figures to remember of what a pass has found."""
+    """The figures of a pass to remember."""
     return "; ".join(f"{one.figure} {one.label}" for one in found.summary() if one.figure) or "done"

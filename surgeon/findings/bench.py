@@ -96,7 +96,7 @@ class Benchmark(RunResult):
         return Table("One pass, on the rank that waits most", head, rows)
 
     def pictures(self) -> dict[str, Picture]:
-        """`bench`: compute and waiting of a decoding pass of every program, or else of a prompt's; a panel per batch."""
+        """`bench`: compute and waiting of a decoding pass of every program, or else of a prompt's; a panel a batch."""
         phase = "prefill"
         if "decode_compute_ms" in self.speeds:
             phase = "decode"

@@ -1,7 +1,7 @@
-"""What a request may say: the fields of OpenAI's API that are followed, those left aside, and those refused.
+"""Bodies of requests: the fields of OpenAI's API that are followed, those left aside, and those refused.
 
-Types are strict ("1" is no number). A field that changes nothing about the answer is ignored, one that would change it
-and is not supported is refused, and so is one that nobody knows, which is mostly a misspelt one.
+Types are strict ("1" is no number). A field that does not change the answer is ignored; an unsupported one that would
+change it is refused, and so is an unknown one, which is mostly misspelt.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Several = Annotated[list[Item], Field(fail_fast=True)]
 
 
 class StreamOptions(BaseModel):
-    """What a stream has besides the text."""
+    """Options of a stream."""
 
     model_config = ConfigDict(strict=True)
 
@@ -68,10 +68,10 @@ class Body(BaseModel):
     """The fields that both kinds of requests have; null is the same as nothing.
 
     Attributes:
-        prompt_field: what errors about the prompt name.
-        logprobs_field: the same for how many log-probabilities are asked for.
-        default_new_tokens: how many to add if the request does not say; None for as many as there is room for.
-        fewest_hint: when fewer than `fewest_new_tokens` may be asked for, if ever.
+        prompt_field: of errors about the prompt.
+        logprobs_field: of errors about the number of log-probabilities.
+        default_new_tokens: without the field; None for as many as there is room for.
+        fewest_hint: an error's hint at when fewer than `fewest_new_tokens` may be asked for.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -122,7 +122,6 @@ class Body(BaseModel):
 
     @property
     def fewest_new_tokens(self) -> int:
-        """With how few tokens an answer says something."""
         return 1
 
     @property
@@ -136,12 +135,12 @@ class Body(BaseModel):
         return None
 
     def sampling(self, prompt: int, room: int, defaults: Defaults) -> Sampling:
-        """How to answer a prompt.
+        """Sampling for a prompt.
 
         Args:
-            prompt: how many tokens it has.
-            room: how many tokens prompt and answer may have together.
-            defaults: the model's own, for what the request does not say.
+            prompt: its number of tokens.
+            room: tokens of prompt and answer together.
+            defaults: the model's own, for fields that the request leaves out.
         """
         own = {name: getattr(self, name) for name in ("temperature", "top_p", "min_p", "repetition_penalty", "seed")}
         own |= {

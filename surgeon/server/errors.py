@@ -26,10 +26,9 @@ _KINDS = {
 
 
 class ApiError(Exception):
-    """An answer that is an error; its type, in OpenAI's words, follows from the status.
+    """An answer that is an error; its type, in OpenAI's words, follows from the HTTP status.
 
     Attributes:
-        status: of HTTP.
         param: the field at fault.
     """
 

@@ -1,8 +1,4 @@
-"""What all requests share, what /metrics shows of it, in Prometheus' text format, and what comes before each of them.
-
-That is counting requests, browsers' questions, the key, and refusals while the server ends. Browsers ask which web
-pages may use the server before a page of another origin does (CORS); that needs no key.
-"""
+"""State that all requests share, /metrics, and the middleware: counting, CORS, the key, and refusals at the end."""
 
 from __future__ import annotations
 
@@ -67,7 +63,7 @@ class _ServiceCollector(Collector):
 
 
 class Meters:
-    """Counts of this server's own, and those of its service."""
+    """Counts of this server, and those of its service."""
 
     def __init__(self, service: Service) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double the number of lines
@@ -90,17 +86,16 @@ class Meters:
         self._requests.labels(path, str(status)).inc()
 
     def began(self, queue_seconds: float, seconds: float) -> None:
-        """Note that a request to the ranks has brought its first token."""
+        """Note the first token of a request to the ranks."""
         self._queue.observe(queue_seconds)
         self._first.observe(seconds)
 
     def ended(self, seconds: float, tokens: int) -> None:
-        """Note that a request to the ranks has ended, so long after its first token."""
+        """Note the end of a request to the ranks, so long after its first token."""
         if tokens > 1:
             self._each.observe(seconds / (tokens - 1))
 
     def text(self) -> bytes:
-        """All of it, as Prometheus reads it."""
         return generate_latest(self.registry)
 
 
@@ -110,9 +105,9 @@ class ServerState:
 
     Attributes:
         model: the name it is served under.
-        capacity: how many requests the service takes at a time, those that wait among them.
-        defaults: how the model wants its tokens chosen, for requests that do not say.
-        key: what clients have to send; None if anybody may use the model.
+        capacity: requests that the service takes at a time, waiting ones among them.
+        defaults: of sampling, for fields that requests leave out.
+        key: that clients have to send; None if anybody may use the model.
         origins: of web pages that may use the model; "*" for any.
         draining: whether no more requests are taken, because the process is ending.
         created: seconds since 1970.
@@ -153,7 +148,7 @@ _OUTCOME = "surgeon.outcome"
 
 
 def note_outcome(scope: Scope, status: int) -> None:
-    """Have a request counted with another status than the one it was answered with."""
+    """Count a request with another status than that of its answer."""
     scope[_OUTCOME] = status
 
 
@@ -226,7 +221,7 @@ def _header(scope: Scope, name: bytes) -> bytes:
 
 
 def check_origin(origin: str) -> str:
-    """An origin as browsers send it, or "*" for any; what they never send would let nobody in."""
+    """Read an origin as browsers send it, or "*" for any; others would let nobody in."""
     if origin == ANY:
         return origin
     try:
@@ -245,9 +240,9 @@ def check_origin(origin: str) -> str:
 
 
 def with_browsers(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """An application that pages of these origins may use, its errors among what they may read.
+    """An application that pages of these origins may use, and whose errors they may read.
 
-    What a browser asks beforehand (the preflight) is answered here, without a key, which it does not send then.
+    A browser's question beforehand (the preflight) is answered here, without a key, which it does not send then.
     """
     if not origins:
         return app

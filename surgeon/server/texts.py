@@ -23,8 +23,8 @@ class Prompt:
     """A text to go on from.
 
     Attributes:
-        text: as it was given; None if it was given as token ids or messages.
-        offsets: where in the text each token begins, if that was asked for.
+        text: None if it was given as token ids or messages.
+        offsets: of each token in the text, if that was asked for.
     """
 
     tokens: list[int]
@@ -55,7 +55,7 @@ class Texts:
         """The prompt of a completion, as text or as token ids.
 
         Args:
-            most: how many tokens it may have; a text far longer than these is not looked at any further.
+            most: its tokens at most; a text far longer than these is not looked at any further.
 
         Raises:
             ApiError: if it has no tokens, certainly too many, or is not text.
@@ -78,10 +78,9 @@ class Texts:
         return self._encoder(text, special)
 
     def located(self, prompt: Prompt) -> Prompt:
-        """The same with its offsets in the given text, or else in that of the tokens.
+        """The prompt with its offsets in the given text, or else in that of the tokens.
 
-        Where a tokenizer does not write the given text again (it has special tokens in it, or is normalised), only the
-        tokenizer itself can tell.
+        Where the tokenizer does not write the given text again (special tokens, normalisation), its own offsets count.
         """
         tokens = prompt.tokens
         text = prompt.text
@@ -104,8 +103,8 @@ class Texts:
         """The messages in the model's own chat template, up to where its answer begins.
 
         Args:
-            most: how many tokens they may have.
-            variables: what the template knows besides (chat_template_kwargs), such as enable_thinking.
+            most: their tokens at most.
+            variables: of the template (chat_template_kwargs), such as enable_thinking.
         """
         if not self.tokenizer.chat_template:
             raise invalid("this model has no chat template (it is no chat model); use /v1/completions", "messages")

@@ -1,4 +1,4 @@
-"""What every family keeps."""
+"""The contract of families."""
 
 from __future__ import annotations
 
@@ -37,10 +37,9 @@ class FamilyContract:
                 return LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, hidden_size=32, attention_dropout=0.4, ...))
 
     The model has four layers, more than 5 neurons, and at least 90 tokens in its vocabulary and 32 positions. Give it
-    all the architecture can have: fewer KV heads than heads (both even), windows shorter than 11 tokens, biases;
-    dropout in any case; and gains and biases far from 1 and 0, so that taking another layer's gives other numbers.
-
-    A mixture of experts has four, of which a token goes to two, in layers 1 and 3 at least.
+    all that the architecture can have: fewer KV heads than heads (both even), windows shorter than 11 tokens, biases;
+    dropout in any case; and gains and biases far from 1 and 0, so that those of another layer give other numbers. A
+    mixture of experts has four, of which a token goes to two, in layers 1 and 3 at least.
 
     Attributes:
         drops_out: whether the model drops anything while it trains.
@@ -101,7 +100,7 @@ class FamilyContract:
         assert program_of(model) == program
 
     def test_it_trains_and_drops_out_as_the_stock_model_does(self, model: PreTrainedModel, ids: Tensor) -> None:
-        """Dropout is where the architecture has it, draws the same numbers, and is on only while the model trains."""
+        """Dropout is as in the architecture, draws the same numbers, and is on only while the model trains."""
         stock = _in_training(model, ids)
         assert torch.equal(stock, _logits(model, ids)) != self.drops_out
         edit(model, _dense(model))
@@ -120,7 +119,7 @@ class FamilyContract:
 
     @pytest.mark.parametrize("name", EDITS)
     def test_edits_equal_their_equations(self, model: PreTrainedModel, ids: Tensor, name: str) -> None:
-        """Over the model's own sublayers, and over those of the plain computation where there is one."""
+        """Over the model's own sublayers, and over those of the plain computation."""
         edited = _edited(restore(model), name)
         found = _logits(edited, ids)
         own = Sublayers(restore(edited), ids)
@@ -255,7 +254,7 @@ class FamilyContract:
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_projections_are_found_where_they_are_packed(self, model: PreTrainedModel, kind: str) -> None:
-        """Each projection's own matrix: its product against what the module gives on its features, and packed again."""
+        """Each projection's matrix: its product against its module's features, and packed again."""
         family = family_of(model.config)
         whole = Sublayer(kind, (1,))
         spec = family.spec(kind, 1)
@@ -282,7 +281,7 @@ class FamilyContract:
 
     @pytest.mark.parametrize("name", ["prune", "merge"])
     def test_a_plain_export_loads_again(self, model: PreTrainedModel, ids: Tensor, name: str, tmp_path: Path) -> None:
-        """In surgeon, and in `transformers` without it; layers that the config calls different are not merged."""
+        """In surgeon, and in `transformers` without it; layers that differ in the config are not merged."""
         model.save_pretrained(tmp_path / "source")
         lists = [getattr(model.config, key, None) for key in family_of(model.config).layer_lists]
         expected = _logits(_edited(model, name), ids)
@@ -334,7 +333,7 @@ class FamilyContract:
 
 
 def order_of_attentions(model: PreTrainedModel, name: str) -> list[int]:
-    """The layers of the attentions that the unedited model runs after one of EDITS, in order."""
+    """Layers of the attentions after one of EDITS, in order."""
     program = EDITS[name][0](_dense(model))
     return [sublayer.layers[0] for sublayer in program.sublayers() if sublayer.kind == "A"]
 
@@ -366,7 +365,7 @@ def _edited(model: PreTrainedModel, name: str) -> PreTrainedModel:
 
 
 def _expert(model: PreTrainedModel, tensors: Tensors, x: Tensor) -> Tensor:
-    """What one expert makes of a token's normed stream."""
+    """The output of one expert for a token's normed stream."""
     config = model.config
     family = family_of(model.config)
     gate, up = (functional.linear(x, tensors[f"{role}.weight"], tensors.get(f"{role}.bias")) for role in ("gate", "up"))
@@ -396,7 +395,7 @@ def _in_training(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def _export(folder: Path, program: Program, form: str) -> None:
-    """From `source` in a folder to a folder with the form's name beside it."""
+    """Export `source` in a folder to a folder with the form's name beside it."""
     write_export(plan_export(open_model(folder / "source"), program, form), folder / form)
 
 

@@ -1,4 +1,4 @@
-"""What every form of checkpoint keeps."""
+"""The contract of forms of checkpoints."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class FormContract:
         assert not form.marks(Checkpoint(source).config), "the original is in no edited form"
 
     def test_its_layers_are_the_originals(self, form: Form, exported: Exported) -> None:
-        """Every stored layer is known to come from layers of the original, as `surgeon show A B` needs it."""
+        """Every stored layer comes from known layers of the original, as `surgeon show A B` needs it."""
         for folder in exported.values():
             found = describe(folder)
             sources = form.sources(found.program, found.stored.family, found.num_layers)

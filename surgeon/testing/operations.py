@@ -1,4 +1,4 @@
-"""What every operation keeps."""
+"""The contract of operations."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class OperationContract:
     def test_it_says_what_it_makes_of_a_program(
         self, operation: Operation, given: dict[str, Any], steps_per_layer: int
     ) -> None:
-        """Which can be read again, is the same every time, and differs in the stretch alone; or why there is none."""
+        """Its program can be read again, is the same every time, and differs in the stretch alone."""
         dense = Program.dense(LAYERS, steps_per_layer)
         made = {layers: _made(partial(operation.apply, dense, layers, self.shapes, **given)) for layers in STRETCHES}
         applied = {layers: program for layers, program in made.items() if program is not None}
@@ -195,7 +195,7 @@ def _recipe(applied: str) -> str:
 
 
 def _made(make: Callable[[], Program], start: str = "") -> Program | None:
-    """The program, or None if it is refused; a refusal is one line, which may have to start in a certain way."""
+    """The program, or None if it is refused, in one line with a certain start."""
     try:
         return make()
     except ValueError as error:

@@ -1,7 +1,7 @@
-"""Edits as equations over a model's own sublayers: what an edited model has to compute.
+"""Edits as equations over a model's own sublayers, without programs and the executor.
 
-A model's attentions and feed-forwards are taken from its modules as its family describes them, called with what the
-stock model calls them with. Neither programs nor the executor have a part in it.
+Attentions and feed-forwards are taken from the modules that the family describes, and called with the stock model's
+arguments.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _STREAM = object()  # stands in an attention's arguments for the normed stream
 class Sublayers:
     """A `transformers` model over unpadded tokens, taken apart into its modules; streams are (batch, tokens, hidden).
 
-    What another computation of a model's sublayers has, too, for these tests: one_step, embed, attention, feed_forward,
-    logits, averaged, narrowed, experts.
+    Another computation of a model's sublayers has for these tests: one_step, embed, attention, feed_forward, logits,
+    averaged, narrowed, experts.
 
     Args:
         model: which runs no edited program; it is copied.
         ids: the tokens.
 
     Raises:
-        AssertionError: if an attention does not read what the norm of its description gives.
+        AssertionError: if an attention does not read the output of its norm.
     """
 
     def __init__(self, model: PreTrainedModel, ids: Tensor) -> None:
@@ -68,7 +68,7 @@ class Sublayers:
         return logits
 
     def _call_of_attention(self, k: int) -> tuple[list[Any], dict[str, Any]]:
-        """What the model hands an attention, with a placeholder for the stream."""
+        """Arguments of an attention, with a placeholder for the stream."""
         spec = self.family.spec("A", k)
         normed = []
         calls = []
