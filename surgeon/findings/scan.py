@@ -91,8 +91,8 @@ class Scan(RunResult):
         return {"base_perplexity": base_of(record, file, cls.COMMAND)}
 
     @cached_property
-    def touched(self) -> ScanTable:
-        return ScanTable.of(self.cells, self.base_perplexity, self.record)
+    def touched(self) -> ScanMaps:
+        return ScanMaps(self.cells, self.base_perplexity, self.record, self.experts, self.cap)
 
     @property
     def picture_title(self) -> str:
@@ -111,25 +111,21 @@ class Scan(RunResult):
             lines.append(f"screened: a cell rests on {share:.0%} of the tokens on average")
         return "\n".join(lines)
 
-    @property
-    def _maps(self) -> ScanMaps:
-        return ScanMaps(self.cells, self.touched, self.experts, self.cap)
-
     def pictures(self) -> dict[str, Picture]:
         """`heatmaps`, of all operations over stretches; `heatmap-<operation>` of each, and those of the section.
 
         A single map has a scale of its own, so that small damage can be told apart; side by side they share one.
         """
-        return self._maps.files() | super().pictures()
+        return self.touched.files() | super().pictures()
 
     def section(self) -> Iterator[Block]:
         scan = self.touched
         yield Paragraph(self._what_was_measured())
         if len(scan.cells):
-            yield self._maps.ribbon()
+            yield scan.ribbon()
             yield reach_table(scan)
             yield from charts(scan)
-        yield from self._maps.galleries()
+        yield from scan.galleries()
         if len(self.permutations) and (words := _spread_of_orders(self.permutations)):
             yield Paragraph(words)
 

@@ -163,13 +163,11 @@ _STRETCHES = "First layer of the stretch down, last layer across; the diagonal i
 
 
 @dataclass(frozen=True)
-class ScanMaps:
-    """The maps of a scan; tables as in `Scan`."""
+class ScanMaps(ScanTable):
+    """A scan's cells and experts as maps, whose colours end at `cap` times the base perplexity at the latest."""
 
-    table: pd.DataFrame
-    scan: ScanTable
     experts: pd.DataFrame
-    cap: float = CAP
+    cap: float
 
     @cached_property
     def _cells(self) -> dict[str, pd.DataFrame]:
@@ -183,10 +181,9 @@ class ScanMaps:
         return [name for name in self._cells if (HEATMAPS[name].varied is None) == over_stretches]
 
     def _legend(self, names: list[str]) -> Legend:
-        base = self.scan.base
-        colours, capped = scale_of([self._cells[name][["perplexity"]] for name in names], base, self.cap)
-        title = f"Colours: perplexity over that of the unedited model, {number(base)}"
-        return Legend(colours, title, base, capped)
+        colours, capped = scale_of([self._cells[name][["perplexity"]] for name in names], self.base, self.cap)
+        title = f"Colours: perplexity over that of the unedited model, {number(self.base)}"
+        return Legend(colours, title, self.base, capped)
 
     def files(self) -> dict[str, Picture]:
         """Draw `heatmaps`, all over stretches on one scale, and `heatmap-NAME` of each on its own."""
@@ -203,7 +200,7 @@ class ScanMaps:
             for name in names
         ]
         colours = (
-            f"Colour: perplexity over that of the unedited model, {number(self.scan.base)}. The line fences in the "
+            f"Colour: perplexity over that of the unedited model, {number(self.base)}. The line fences in the "
             f"cells within {allowance(MARKED)}."
         )
         return Picture(maps, f"{caption} {colours} {shared}".strip(), legend=legend)
@@ -225,13 +222,13 @@ class ScanMaps:
         values = grid(cells)
         data = map_cells(
             values, cells["first"], cells["last"], cells, _FIELDS, "layers {row} to {column}", "layer {row}",
-            self.scan.base,
+            self.base,
         )  # fmt: skip
         extent = [number(float(getattr(cells["perplexity"], end)())) for end in ("min", "max")]
         described = f"{title}: {len(cells)} stretches, perplexity {' to '.join(extent)}"
         axes = ("last layer", "first layer")
         what = "perplexity of every stretch"
-        return Map(title, values, colours, axes, data, what, described=described, limit=self.scan.base * MARKED)
+        return Map(title, values, colours, axes, data, what, described=described, limit=self.base * MARKED)
 
     def _of_values(self, operation: str, colours: Normalize) -> Map:
         cells = self._cells[operation]
@@ -241,12 +238,12 @@ class ScanMaps:
         values.index = pd.Index([f"layer {row}" for row in values.index])
         down = [f"layer {layer}" for layer in cells["first"]]
         title = f"{{row}}, {across} {{column}}"
-        data = map_cells(values, down, cells[varied], cells, _FIELDS, title, base=self.scan.base)
+        data = map_cells(values, down, cells[varied], cells, _FIELDS, title, base=self.base)
         rows, columns = values.shape
         title = HEATMAPS[operation].title
         what = f"perplexity of every layer with every value of {across}"
         described = f"{title}: perplexity of {rows} layers, each alone with {columns} values of {across}"
-        limit = self.scan.base * MARKED
+        limit = self.base * MARKED
         return Map(title, values, colours, (across, ""), data, what, described=described, limit=limit, flat=HALF)
 
     def _expert_map(self, column: str, title: str) -> Map:
@@ -262,14 +259,13 @@ class ScanMaps:
 
     def ribbon(self) -> Map:
         """For every operation and layer, the cheapest measured change that includes the layer."""
-        scan = self.scan
         legend = self._legend(self._names(over_stretches=True))
-        found = {HEATMAPS[operation].title: cheapest_with(scan, operation) for operation in scan.operations}
+        found = {HEATMAPS[operation].title: cheapest_with(self, operation) for operation in self.operations}
         rows = {name: cells.set_index("layer")["perplexity"] for name, cells in found.items()}
-        values = pd.DataFrame(rows).reindex(range(scan.num_layers)).T
+        values = pd.DataFrame(rows).reindex(range(self.num_layers)).T
         cells = pd.concat(found.values(), ignore_index=True)
         down = [name for name, own in found.items() for _ in range(len(own))]
-        data = map_cells(values, down, cells["layer"], cells, _FIELDS, "{row}, layer {column}", base=scan.base)
+        data = map_cells(values, down, cells["layer"], cells, _FIELDS, "{row}, layer {column}", base=self.base)
         data["notes"] = [
             f"cheapest with it: {stretch(int(f), int(e))}" for f, e in zip(cells["first"], cells["last"], strict=True)
         ]

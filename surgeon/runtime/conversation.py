@@ -59,8 +59,8 @@ class Conversation(AbstractContextManager["Conversation"]):
     def say(self, text: str) -> Iterator[str]:
         """Give the pieces of the answer to a message, as they come.
 
-        An answer that is stopped, or whose pieces are left before its end, is part of the conversation as far as it came;
-        an empty one is not, and neither is its message.
+        An answer that is stopped, or whose pieces are left before its end, is part of the conversation as far as it
+        came; an empty one is not, and neither is its message.
 
         Raises:
             ValueError: if the template does not take the messages, or with them there is no room for an answer.

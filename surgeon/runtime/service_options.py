@@ -30,8 +30,9 @@ class ServiceOptions:
         halves: whether passes are computed in two halves, one while the other's reductions are on their way: "on" or
             "off".
         draft: a program over the same weights, or a variant by name ("lp"), that drafts tokens, which the model
-            verifies; "coda" for the checkpoint's first rack and its coda; "lookup" for a text's own tokens behind its last few
-            ones. Greedy tokens and those of a seed stay the same (up to rounding), and others keep their distribution.
+            verifies; "coda" for the checkpoint's first rack and its coda; "lookup" for a text's own tokens behind its
+            last few ones. Greedy tokens and those of a seed stay the same (up to rounding), and others keep their
+            distribution.
         draft_tokens: at a time; by default as many as pay (runtime/batching/ahead.py).
         pipeline: each rank holds a stretch of the program, and works while the others go on with other texts, or with
             drafts of the coda of the checkpoint's first rack. Texts are the same.
