@@ -73,7 +73,6 @@ def _compare_on_rank(rank: Rank, name: str, windows: list[list[int]], kind: Comp
 
 
 def _sending(engine: RankEngine, how: Callable[[Collectives], Collectives]) -> RankEngine:
-    """The same weights, with other reductions of the program's steps."""
     other = copy.copy(engine)
     other.model = copy.copy(engine.model)
     other.model.groups = {group: how(collectives) for group, collectives in engine.model.groups.items()}

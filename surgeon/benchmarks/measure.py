@@ -232,7 +232,6 @@ def summarise(runs: Sequence[RankRun], load: Workload, connected: bool) -> Measu
 
 
 def _split(passes_by_rank: list[list[PassTiming]]) -> Split:
-    """The split of passes of one kind on the rank that waits most; where none waits, on the one that computes most."""
     splits = []
     for rank, passes in enumerate(passes_by_rank):
         waiting = fmean(math.nan if one.waiting is None else one.waiting for one in passes)
@@ -285,7 +284,6 @@ def _row(result: Result, first: Result) -> dict[str, object]:
 
 
 def _split_columns(phase: str, splits: Sequence[Split]) -> dict[str, object]:
-    """Medians of one pass of a phase; counts and bytes are the same in every round."""
     if not splits:
         return {}
     last = splits[-1]

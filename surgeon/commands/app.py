@@ -206,7 +206,6 @@ def _completed(error: Any, arguments: list[str]) -> str:
 
 
 def _output_of(arguments: list[str]) -> str | None:
-    """The output on the command line, for errors that do not name their file."""
     for flag, value in pairwise(arguments):
         if flag in ("-o", "--output"):
             return value

@@ -88,16 +88,15 @@ def bench(
     KL(exact || compressed) over the full vocabulary.
 
     Raises:
-        FileNotFoundError, ValueError: if one of them cannot be used or cannot run so, or there can be no trace.
+        FileNotFoundError, ValueError: if a model or an option cannot be used.
         RankFailed: if a rank fails.
     """
     from surgeon.benchmarks.compressed import divergence_of_compressed, windows_to_compare
     from surgeon.benchmarks.measure import Needs, RankBench, bench_record, bench_table, plan_candidates
-    from surgeon.commands.opening import as_list, as_range
+    from surgeon.commands.opening import as_list, as_range, as_several, name_of
     from surgeon.cost.candidates import open_candidates
     from surgeon.cost.workload import Workload
     from surgeon.findings.bench import Benchmark
-    from surgeon.opened import EditedModel, Model
     from surgeon.processes.files import make_folder
     from surgeon.progress import progress
     from surgeon.provenance import provenance
@@ -110,7 +109,7 @@ def bench(
     on = RankOptions.of(ranks)
     if data is not None and on.compression is None:
         raise ValueError(f"{data} is for measuring what compressed reductions change; have them compressed, too")
-    if not (sizes := [batch] if isinstance(batch, int) else batch):
+    if not (sizes := as_several(batch)):
         raise ValueError("batch is empty; give how many texts are computed together, one number or several")
     loads = [Workload(size, prompt, new, seed) for size in sizes]
     candidates = open_candidates(model, as_list(compare), program, as_range(layers), weights=True)
@@ -131,7 +130,9 @@ def bench(
         measured = RankBench.load(running, plans, unconnected)
         with progress("bench", rounds * len(loads) * len(plans), "runs") as advance:
             results = measured.measure(loads, rounds, advance)
-        traces = () if trace is None else measured.profile(loads[0], Path(trace))
+        traces: tuple[Path, ...] = ()
+        if trace is not None:
+            traces = measured.profile(loads[0], Path(trace))
         divergence = {
             name: divergence_of_compressed(running, texts, kind, name)
             for name, texts in windows.items()
@@ -147,7 +148,7 @@ def bench(
         predicted = min(sum(len(window) - 1 for window in texts) for texts in windows.values())
         settings |= {"compression": kind, "compared": data or RANDOM, "predicted": predicted}
         settings["divergence"] = {name: mean_divergence(values) for name, values in divergence.items()}
-    name = model.name if isinstance(model, Model | EditedModel) else str(model)
+    name = name_of(model)
     found = Benchmark(
         bench_table(results, divergence), results, traces, record=settings | {"model": name}, files=traces
     )

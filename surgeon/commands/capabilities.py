@@ -216,7 +216,6 @@ class Capabilities:
         return plural(len(mixture.edits), "edit")
 
     def exporting(self) -> Iterator[Question]:
-        """Maps by the form of their programs, and forms by whether they hold pairs."""
         if self.unexportable:
             yield "all programs", lambda: Verdict("", "", NO, self.unexportable)
             return
@@ -225,7 +224,7 @@ class Capabilities:
 
     @cached_property
     def unexportable(self) -> str:
-        """The reason why the model cannot be exported; empty if it can."""
+        """Empty if the model can be exported."""
         try:
             check_exportable(self.model)
         except (ValueError, OSError) as refusal:
@@ -246,7 +245,6 @@ class Capabilities:
     # Where it runs.
 
     def on_ranks(self) -> Iterator[Question]:
-        """Numbers of ranks, and the programs that a bench knows by name."""
         for count in self.ranks:
             yield plural(count, "rank"), partial(self._shared, count)
         if self.draft is not None:
@@ -288,7 +286,6 @@ class Capabilities:
         return self._on_each(lambda ranks: variant(numbered, self.model.program, every, ranks), own)
 
     def _on_each(self, program: Callable[[int], Program], sliced: bool = False) -> Verdict:
-        """A program on each number of ranks, of several if it has a slice for each."""
         counts = [count for count in self.ranks if count > 1 or not sliced]
         asked = [(plural(n, "rank"), 1, lambda n=n: self._planned(n, program(n))) for n in counts]
         return _together(asked)
@@ -313,7 +310,6 @@ class Capabilities:
     # What trains it.
 
     def training(self) -> Iterator[Question]:
-        """Healing by scope, and racks."""
         pairs = self.maps[PAIRS]
         program = self.model.own or (pairs[0].program if isinstance(pairs, list) else self.model.program)
         for scope in SCOPES if self.model.family.mixture else SCOPES[:-1]:  # the last one is of mixtures alone
@@ -339,7 +335,6 @@ class Capabilities:
         return f"they may begin at {plural(len(cuts), 'layer')}"
 
     def _over(self, name: str, ask: Callable[[Program], str]) -> Verdict:
-        """A map's programs, all stretches of layers together."""
         places = self.maps[name]
         if not isinstance(places, list):
             raise places
@@ -347,7 +342,6 @@ class Capabilities:
 
 
 def _for_several(name: str) -> bool:
-    """Whether a variant has a slice for each of several ranks."""
     return VARIANTS[name].ranks is not None or VARIANTS[name].over is not None
 
 
@@ -366,11 +360,7 @@ def answer(area: str, what: str, ask: Callable[[], Said]) -> Verdict:
 
 
 def _together(questions: Sequence[tuple[str, int, Callable[[], str]]]) -> Verdict:
-    """One answer for several places, or numbers of ranks, with each where they differ.
-
-    Args:
-        questions: each with the number of places that are alike.
-    """
+    """One answer for several places, or numbers of ranks; questions come with the number of places that are alike."""
     given = [(answer("", what, ask), count) for what, count, ask in questions]
     total = sum(count for _, count in given)
     said = dict[str, int]()
@@ -448,7 +438,6 @@ def _quantised(said: Any) -> str:
 
 
 def _listed(entries: Mapping[str, Any]) -> str:
-    """Entries of a configuration, lists of numbers by their length."""
     said = []
     for name, value in entries.items():
         if isinstance(value, Mapping):

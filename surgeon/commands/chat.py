@@ -112,8 +112,7 @@ def chat(
     generate.
 
     Raises:
-        FileNotFoundError, ValueError: if the model cannot be used or cannot run so, its tokenizer has no chat template
-            or one that takes no system message, or a number is out of its range.
+        FileNotFoundError, ValueError: if model or options cannot be used, or the chat template takes no system message.
         RankFailed: if a rank fails.
     """
     from surgeon.checkpoint.messages import chat_text, opening

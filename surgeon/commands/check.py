@@ -53,15 +53,12 @@ def check(
     the shapes of the model's tensors. Nothing is loaded, and of a hub name the configuration alone is fetched. The exit
     status is 1 where the architecture is not supported, as it is where a file cannot be read.
 
-    Returns:
-        The answers; `refused` says why, where the architecture is not supported.
-
     Raises:
         FileNotFoundError: if there is no such model, or a file of it is missing.
         ValueError: if a file of it is damaged, it has no architecture, or there is no such dtype.
     """
     from surgeon.commands.capabilities import Capabilities, facts_of, with_shapes
-    from surgeon.commands.opening import check_counts
+    from surgeon.commands.opening import as_several, check_counts
     from surgeon.errors import did_you_mean
     from surgeon.findings.check import Check
     from surgeon.models.families import Unsupported
@@ -70,7 +67,7 @@ def check(
     from surgeon.processes.files import make_folder
     from surgeon.runtime.plan.checks import DTYPES
 
-    numbers = (ranks,) if isinstance(ranks, int) else tuple(ranks)
+    numbers = as_several(ranks)
     check_counts(**{"the number of ranks": min(numbers, default=1)})
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"there is no dtype {dtype!r} to compute in; {did_you_mean(dtype, DTYPES)}")

@@ -159,7 +159,9 @@ def _declared(function: Callable[..., Any]) -> list[CommandParameter]:
         hint = _evaluated(parameter.annotation, names)
         if get_origin(hint) is Unpack:
             (group,) = get_args(hint)
-            every = [_key(key, annotation) for key, annotation in group.__annotations__.items()]
+            keys = group.__annotations__.items()  # those of its own module first, then those of others
+            ordered = sorted(keys, key=lambda one: one[1].__forward_module__ != group.__module__)
+            every = [_key(*one) for one in ordered]
         else:
             every = [_parameter(name, parameter.annotation, names, parameter.default)]
         found += filter(None, every)
@@ -168,7 +170,6 @@ def _declared(function: Callable[..., Any]) -> list[CommandParameter]:
 
 @cache
 def _key(name: str, annotation: ForwardRef) -> CommandParameter | None:
-    """A key of a TypedDict, by the names of the module that declares it."""
     home = vars(sys.modules[str(annotation.__forward_module__)])
     found = _parameter(name, annotation, _Names(home, globals(), vars(builtins)))
     return found and replace(found, default=found.option.default)
@@ -184,7 +185,6 @@ def _parameter(name: str, annotation: Any, names: Mapping[str, Any], default: An
 
 
 def _unpacked(function: Callable[..., Any], options: Sequence[CommandParameter]) -> inspect.Signature:
-    """The signature of a function, with the keys of a TypedDict as parameters of their own."""
     signature = inspect.signature(function)
     given = signature.parameters
     listed = [one for one in given.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
@@ -300,7 +300,7 @@ def _typer_parameter(one: CommandParameter) -> inspect.Parameter:
 
 
 def _read_as(one: CommandParameter) -> tuple[Any, bool]:
-    """The type that the command line reads of a parameter, and whether it takes several of it."""
+    """The type that the command line reads, and whether it takes several of it."""
     kind = one.option.kind
     if kind is not None:
         if one.option.splits:
@@ -323,8 +323,6 @@ def _read_as(one: CommandParameter) -> tuple[Any, bool]:
 
 
 def _values(splits: bool, counts: bool) -> Callable[..., list[Any] | None]:
-    """Make the reader of a list's values."""
-
     def read(param: typer.CallbackParam, values: list[Any] | None) -> list[Any] | None:
         if not values or not splits:
             return values

@@ -80,7 +80,7 @@ def evaluate(
     answer, and if there is one chain_of_thought (a number, as in GSM8K). Its few-shot examples are its other rows.
 
     Raises:
-        FileNotFoundError, ValueError: if there is nothing to measure, or the model, the text or a task cannot be used.
+        FileNotFoundError, ValueError: if there is nothing to measure, or model, text or tasks cannot be used.
         OSError: if the output cannot be written.
     """
     from surgeon.analysis.evaluate import Evaluation, factors_of, load_asked, on_tasks, on_text

@@ -174,12 +174,10 @@ class Exploring:
 
     @property
     def maps(self) -> list[str]:
-        """Maps of the scan that work with the model."""
         return self._works("scan", MAPS)
 
     @property
     def spaces(self) -> list[str]:
-        """Spaces of the search that work with the model."""
         return [SPACES[name] for name in self._works("search", [*SPACES])]
 
     def measure(self, one: ExploreRound) -> bool:
@@ -239,29 +237,28 @@ class Exploring:
         return Exploration(steps, record=self.record | {"spent": round(self.spent, 1)}, **found)
 
     def draw(self) -> Exploration:
-        """Write the page, with the next steps."""
         scanned = self._scan()
         similar = self._last(Similarity)
         found = self._last(SearchResult)
         if found is not None:
             write_text(self.folder / KNEE, found.recipe_text)
+        passes = {"scan": scanned, "similarity": similar, "search": found}
         late = "the time was over before its end; with more --minutes the same command goes on"
-        compares = self._works("scan", ["similarity"])
-        reasons = {
-            "scan": (scanned, late if self.maps else "no map works with this model (surgeon check says why)"),
-            "similarity": (similar, late if compares else "it does not work with this model (surgeon check says why)"),
-            "search": (found, late if self.spaces else "layers can neither be paired nor left out (surgeon check)"),
-        }
-        left_out = {name: why for name, (there, why) in reasons.items() if there is None}
-        measured = [one for one in (scanned, similar, found) if one is not None]
+        reasons = dict.fromkeys(passes, late)
+        if not self.maps:
+            reasons["scan"] = "no map works with this model (surgeon check says why)"
+        if not self._works("scan", ["similarity"]):
+            reasons["similarity"] = "it does not work with this model (surgeon check says why)"
+        if not self.spaces:
+            reasons["search"] = "layers can neither be paired nor left out (surgeon check)"
+        measured = [one for one in passes.values() if one is not None]
         shown = [one.files[0].parent for one in measured]
         self.record["passes"] = [str(folder.relative_to(self.folder)) for folder in shown]
         self.record["plan"] = {name: measured[-1].record[name] for name in ("tokens", "window") if measured}
-        self.record["left_out"] = [f"{name}: {why}" for name, why in left_out.items()]
+        self.record["left_out"] = [f"{name}: {reasons[name]}" for name, one in passes.items() if one is None]
         self.record["next"] = [vars(one) for one in self.next_steps(scanned, found)]
         self._so_far().write(self.folder)
         page = report(self.folder, self.folder / PAGE)
-        passes = {"scan": scanned, "similarity": similar, "search": found}
         return self._so_far(checked=self.checked, page=page, files=(page.file,), **passes)
 
     def _scan(self) -> Scan | None:
@@ -271,7 +268,6 @@ class Exploring:
         return max(reversed(found), key=lambda one: len(one.cells), default=None)
 
     def _last(self, kind: type[Found]) -> Found | None:
-        """Read a pass of the last round in which it came to its end."""
         done = [one for one in self.record["done"] if one.endswith(f"/{kind.COMMAND}")]
         return kind.read(self.folder / done[-1], self.model.hash) if done else None
 
@@ -374,5 +370,4 @@ def _sizes(found: RunResult) -> str:
 
 
 def _figures(found: RunResult) -> str:
-    """The figures of a pass to remember."""
     return "; ".join(f"{one.figure} {one.label}" for one in found.summary() if one.figure) or "done"

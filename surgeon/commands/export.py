@@ -175,10 +175,10 @@ def export(
     that it names. Interrupted, the same command goes on where it was.
 
     Raises:
-        NotProven: if what was written does not compute what the model does, or its program is not the recipe's.
-        FileNotFoundError, ValueError: if the model, the recipe or the form cannot be used, saying why.
+        NotProven: if the checkpoint does not compute what the model does, or its program is not the recipe's.
+        FileNotFoundError, ValueError: if model, recipe or form cannot be used.
         FileExistsError: if the target is in the way.
-        OSError: if the disk is full or cannot be written; whatever is raised, the target is as it was.
+        OSError: if it cannot be written; whatever is raised, the target is as it was.
     """
     from torch import nn
 
@@ -193,14 +193,12 @@ def export(
     from surgeon.progress import progress
 
     target = Path(folder)
-    loaded = isinstance(model, nn.Module)
-    of_files = {"program": program, "original": original, "results": results, "factors": factors, "memory": memory}
-    of_memory = {"tokenizer": tokenizer, "adapter": adapter, "training": training}
-    if useless := [name for name, value in (of_files if loaded else of_memory).items() if value]:
-        if loaded:
-            which = "in memory, which is written as it is"
-        else:
-            which = "that is known by its files"
+    others: dict[str, Any] = {"tokenizer": tokenizer, "adapter": adapter, "training": training}
+    which = "that is known by its files"
+    if isinstance(model, nn.Module):
+        others = {"program": program, "original": original, "results": results, "factors": factors, "memory": memory}
+        which = "in memory, which is written as it is"
+    if useless := [name for name, value in others.items() if value]:
         raise ValueError(f"{useless[0]} is of no use for a model {which}")
     if isinstance(model, nn.Module):
         more = {"tokenizer": tokenizer, "training": training}

@@ -139,8 +139,7 @@ def generate(
     texts are the same for any number of ranks.
 
     Raises:
-        FileNotFoundError, ValueError: if the model cannot be used or cannot run so, a number is out of its range, or a
-            prompt is empty, too long, or not text, or there is none.
+        FileNotFoundError, ValueError: if model or options cannot be used, or a prompt is empty, too long or not text.
         RankFailed: if a rank fails.
     """
     from surgeon.runtime.worker.options import RankOptions
@@ -197,7 +196,6 @@ def generate(
 
 
 def _by_place(prompts: str | Sequence[str] | Mapping[str, str]) -> Mapping[str, str]:
-    """The prompts, by the names that errors give them."""
     if isinstance(prompts, str):
         prompts = [prompts]
     if not prompts:

@@ -328,14 +328,13 @@ def heal(
     where it was. The result is a checkpoint as surgeon export writes it, proven to run the same program.
 
     Returns:
-        What `output.run` holds, with the checkpoint as its file; None in every process but the first, where there are
-        several (torchrun, accelerate launch), and where racks are yet to be started by hand.
+        The run in `output.run`, with the checkpoint as its file; None in every process but the first (torchrun,
+        accelerate launch), and where racks are yet to be started by hand.
 
     Raises:
-        FileNotFoundError, ValueError: if the model, a text or the settings cannot be used, or `output.run` is of
-            another run.
-        NotProven: if what was written does not compute what was trained.
-        OSError: if the output is in the way or cannot be written, or the disk is too full.
+        FileNotFoundError, ValueError: if model, text or settings cannot be used, or `output.run` is of another run.
+        NotProven: if the checkpoint does not compute what was trained.
+        OSError: if the output is in the way or cannot be written.
     """
     from surgeon.analysis.factors.recipe_factors import with_factors
     from surgeon.exports.adapters import export_with_adapter

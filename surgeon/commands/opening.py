@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from surgeon.analysis.factors.factor_plan import plan_factors
 from surgeon.checkpoint.random_weights import RandomCheckpoint
@@ -20,6 +20,8 @@ from surgeon.named import is_gguf, is_recipe, on_disk
 from surgeon.opened import EditedModel, Model, open_model
 from surgeon.runtime.service_options import CODA, LOOKUP, ServiceOptions
 from surgeon.runtime.worker.options import RankOptions
+
+One = TypeVar("One")
 
 
 def as_range(layers: range | str | None) -> range | None:
@@ -42,6 +44,18 @@ def as_list(given: str | float | Path | Program | Sequence[Any]) -> list[str]:
     if isinstance(given, str | float | Path | Program):
         return [str(given)]
     return [str(one) for one in given]
+
+
+def as_several(given: One | Sequence[One]) -> Sequence[One]:
+    """A sequence of one value or several."""
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        return given
+    return [cast("One", given)]
+
+
+def name_of(model: object) -> str:
+    """The name of a model that is open, or of one that the user names."""
+    return str(getattr(model, "name", model))
 
 
 def as_folder(found: str | Path | RunResult) -> Path:

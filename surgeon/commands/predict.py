@@ -165,12 +165,12 @@ def predict(
 
     Raises:
         FileNotFoundError: if there is no such model, recipe or hardware file.
-        ValueError: if the model or the hardware cannot be read, lacks a figure, or a program cannot run so or does not
-            fit into memory; in a sweep that is said in its cells.
+        ValueError: if one cannot be read, or a program cannot run so or does not fit into memory; cells of a sweep
+            have that in words.
     """
     import pandas as pd
 
-    from surgeon.commands.opening import as_list, as_range
+    from surgeon.commands.opening import as_list, as_range, name_of
     from surgeon.commands.predictions import draft_table, heading_of, open_draft, record_of, sweep_cells
     from surgeon.cost.candidates import open_candidates
     from surgeon.cost.drafts import read_chances
@@ -178,7 +178,6 @@ def predict(
     from surgeon.cost.hardware_file import load_hardware
     from surgeon.cost.sweep import explain_memory, prediction_table
     from surgeon.findings.prediction import Predictions
-    from surgeon.opened import EditedModel, Model
     from surgeon.processes.files import make_folder
 
     if draft is not None and compare:
@@ -201,7 +200,7 @@ def predict(
     if draft is not None:
         said["heading"] += f"; drafts of {candidates[1].name}"
         drafts, said["refused"] = draft_table(cells, machine, chances, sweep is not None)
-    name = model.name if isinstance(model, Model | EditedModel) else str(model)
+    name = name_of(model)
     found = Predictions(prediction_table(cells), drafts, cells, record=said | {"model": name})
     if output is None:
         return found

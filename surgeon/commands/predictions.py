@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from surgeon.commands.opening import as_list, draft_program
+from surgeon.commands.opening import as_list, as_several, draft_program
 from surgeon.cost.candidates import Candidate, open_candidates
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.drafts import draft_cells
@@ -54,15 +54,18 @@ def heading_of(hardware: Hardware, cells: Sequence[SweepCell]) -> str:
     common = deployments[0]
     ranks = {one.ranks for one in deployments}
     most = max(ranks)
-    words = [words_of("ranks", most)] if len(ranks) == 1 else []
+    words = []
+    if len(ranks) == 1:
+        words.append(words_of("ranks", most))
     if most > 1:
         words.append(common.link or next(iter(hardware.links), "no link"))
     if most > (common.node or hardware.devices) and hardware.networks:
         words.append(common.network or next(iter(hardware.networks)))
-    words += [str(common.dtype), *([common.compress] if common.compress else [])]
+    words += filter(None, [str(common.dtype), common.compress])
     for axis in ("prompt", "new"):
         values = {getattr(one, axis) for one in loads}
-        words += [words_of(axis, values.pop())] if len(values) == 1 else []
+        if len(values) == 1:
+            words.append(words_of(axis, values.pop()))
     return f"{cells[0].candidate.model.label} on {hardware.name}: {', '.join(words)}"
 
 
@@ -126,7 +129,7 @@ def _axes(sweep: str | Sequence[str] | Mapping[str, int | Sequence[int]] | None)
         return {}
     if not isinstance(sweep, Mapping):
         return parse_sweep(",".join(as_list(sweep)))
-    axes = {name: [values] if isinstance(values, int) else [*values] for name, values in sweep.items()}
+    axes = {name: [*as_several(values)] for name, values in sweep.items()}
     for name, values in axes.items():
         if name not in AXES:
             raise ValueError(f"there is no {name!r} to sweep; {did_you_mean(name, AXES)}")

@@ -81,16 +81,14 @@ def scan(
     """Measure what every contiguous stretch of layers tolerates, and draw it as heatmaps.
 
     Shuffles, prunes, merges and runs in parallel (all together, and two by two) each stretch of layers, and writes
-    perplexity and divergence from the original for each, with 95% intervals over windows of text, and how often
-    tokens that it drafts would be accepted (greedy_acceptance). Layers count from
-    0; the columns first and last are both included. A map over a parameter has each layer alone, with every value;
-    the table then has a column of that name. Interrupted, the same command goes on where it was; another one
-    on the same folder adds its cells.
+    perplexity and divergence from the original, with 95% intervals over windows of text, and the share of tokens that
+    it would draft rightly (greedy_acceptance). Layers count from 0; the columns first and last are both included. A
+    map over a parameter has each layer alone, with every value in a column of that name. Interrupted, the same command
+    goes on where it was; another one on the same folder adds its cells.
 
     Raises:
-        FileNotFoundError, ValueError: if the model or the text cannot be used, there is no such heatmap or range, or
-            the folder holds a scan of something else.
-        OSError: if the folder cannot be written to.
+        FileNotFoundError, ValueError: if model, text, maps or layers cannot be used, or the folder holds another scan.
+        OSError: if it cannot be written to.
     """
     from surgeon.analysis.cells import SCANNED, check_operations, select
     from surgeon.analysis.scan import rounds

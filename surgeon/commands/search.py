@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypedDict, Unpack
+from typing import TYPE_CHECKING, Annotated, Unpack
 
 import typer
 
@@ -69,8 +69,8 @@ def _print(key: str, text: str) -> None:
     typer.echo(lines.replace(_FIXED, " "))
 
 
-class QuestionFlags(TypedDict, total=False):
-    """A search's question beside its text."""
+class ProblemFlags(MeasuringFlags, total=False):
+    """A search's question, with its text."""
 
     space: Annotated[
         str | Sequence[str] | None,
@@ -131,10 +131,6 @@ class QuestionFlags(TypedDict, total=False):
             default=(),
         ),
     ]
-
-
-class ProblemFlags(QuestionFlags, MeasuringFlags, total=False):
-    """A search's question, with its text."""
 
 
 class SearchFlags(ProblemFlags, total=False):
@@ -216,8 +212,8 @@ def search(
     Interrupted, the same command goes on where it was; with more --trials it adds to them.
 
     Raises:
-        FileNotFoundError, ValueError: if model, text or storage cannot be used; if what is asked for cannot be had, or
-            was not found; or if the study is of something else.
+        FileNotFoundError, ValueError: if model, text or storage cannot be used, the budget cannot be had, or the study
+            is another one.
         OSError: if the folder or the storage cannot be written to.
         ImportError: if the sampler, or the storage, needs a package that is not installed.
     """

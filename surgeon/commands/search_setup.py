@@ -11,10 +11,9 @@ from surgeon.analysis.experts import expert_use
 from surgeon.analysis.factors.calibration import recorded
 from surgeon.analysis.importance import most_important
 from surgeon.analysis.subject import Subject, open_subject
-from surgeon.commands.opening import as_folder, warn
+from surgeon.commands.opening import as_folder, as_several, warn
 from surgeon.cost.hardware import Hardware
 from surgeon.errors import shown
-from surgeon.findings.result import RunResult
 from surgeon.models.edit import restore
 from surgeon.models.weights import FactorSource
 from surgeon.opened import Model, open_model
@@ -123,15 +122,13 @@ def read_question(arguments: Mapping[str, Any]) -> Question:
     values = {name: value for name, value in arguments.items() if value is not None}
     for name in ("space", "budget", "objective"):
         given = values.get(name, "")
-        several = [given] if isinstance(given, str) else given
-        if not (isinstance(several, list | tuple) and all(isinstance(one, str) for one in several)):
+        several = as_several(given)
+        if not all(isinstance(one, str) for one in several):
             raise ValueError(f"{name} is a text, or several of them, not {shown(given)}")
         if name in values:
             values[name] = ",".join(several)
     for name in ("data", "output", "holdout_data", "heal_data"):
         if name in values:
             values[name] = str(values[name])
-    using = values.get("using", ())
-    if isinstance(using, str | Path | RunResult):
-        using = [using]
-    return Question(**values | {"using": tuple(str(as_folder(one)) for one in using)})
+    using = tuple(str(as_folder(one)) for one in as_several(values.get("using", ())))
+    return Question(**values | {"using": using})

@@ -245,7 +245,6 @@ def _open_study(subject: Subject, options: Question, known: Known, storage: Stud
 
 
 def _terms(study: optuna.Study, searching: Search) -> Terms:
-    """The damage of single edits, kept in the study."""
     evaluator = searching.evaluator
 
     def compute() -> Any:
@@ -263,7 +262,7 @@ def _terms(study: optuna.Study, searching: Search) -> Terms:
 
 
 def _run_trials(study: optuna.Study, searching: Search, options: Question, until: float | None) -> list[Trial]:
-    """Run all trials, with the other workers; returns those of earlier commands, too."""
+    """Run all trials; returns those of other workers and earlier commands, too."""
     question = searching.question
     found = searching.finished(counted(study))
     with progress("search", options.trials, "trials", len(found), lambda: question.best_in_words(found)) as ran:
@@ -360,7 +359,6 @@ def end_search(
 def _as_draft(
     drafting: DraftValue, winner: Winner, setup: SearchSetup, unseen: Windows | None, why_own: str
 ) -> FoundDraft:
-    """The winner's worth as a draft, measured where it is asked for of this machine."""
     settings = setup.settings
     program = winner.trial.program
     texts = [winner.trial.measured]

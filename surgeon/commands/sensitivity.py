@@ -38,8 +38,8 @@ def sensitivity(
     sensitivity.png. Interrupted, the same command goes on where it was.
 
     Raises:
-        FileNotFoundError, ValueError: if the model or the text cannot be used, or the folder holds something else.
-        OSError: if the folder cannot be written to.
+        FileNotFoundError, ValueError: if model or text cannot be used, or the folder holds something else.
+        OSError: if it cannot be written to.
     """
     from surgeon.analysis.sensitivity import Lanczos
     from surgeon.analysis.sensitivity import sensitivity as measure

@@ -97,8 +97,7 @@ def serve(
     -d '{"prompt": "import os", "max_tokens": 20}'
 
     Raises:
-        FileNotFoundError, ValueError: if the model cannot be used or cannot run so, not within the memory, the port may
-            not be had, the key is empty, or what is to be an origin is none.
+        FileNotFoundError, ValueError: if model, options, port, key or origins cannot be used.
         RankFailed: if a rank fails.
         KeyboardInterrupt: at Ctrl-C.
         InterruptedError: at a second SIGTERM.

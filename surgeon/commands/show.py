@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from surgeon.commands.command import command, option
-from surgeon.words import WIDTH, first_few
+from surgeon.words import WIDTH, first_few, plural
 
 if TYPE_CHECKING:
     from surgeon.checkpoint.describe import Surgery
@@ -105,8 +105,10 @@ def facts(found: Surgery) -> Iterator[tuple[str, str]]:
         yield "trained", found.trained
     if found.codas is not None:
         racks, depth = found.codas
-        layers = "1 layer" if depth == 1 else f"{depth} layers"
-        yield "codas", f"of {layers} for every rack but the last; racks of the layers {', '.join(racks)}"
+        yield (
+            "codas",
+            f"of {plural(depth, 'layer')} for every rack but the last; racks of the layers {', '.join(racks)}",
+        )
     if behind := left_behind(left_by(found.report)):
         yield "left behind", behind
     if isinstance(proof := found.report.get("proof"), dict):

@@ -49,7 +49,7 @@ def similarity(
     angular_distance_last_token takes the last token of each window only, as it was first defined.
 
     Raises:
-        FileNotFoundError, ValueError: if the model, the text or a folder cannot be used.
+        FileNotFoundError, ValueError: if model, text or a folder cannot be used.
         OSError: if the output cannot be written.
     """
     from surgeon.analysis.proxies import correlate, damages, read_scan

@@ -89,12 +89,10 @@ def spectrum(
 
     Writes spectrum.csv (ranks that hold 90, 95 and 99% of the energy), singular_values.csv, damage.csv, spectrum.json
     and PNG files, and with --keep or --budget a recipe for surgeon export. Layers count from 0. Interrupted, the same
-    command goes on where it was; other ranks, layers or matrices of the same model and text are added to what the
-    folder has.
+    command goes on where it was; other ranks, layers or matrices of the same model and text are added.
 
     Raises:
-        FileNotFoundError, ValueError: if the model or a text cannot be used, it has no such layers or matrices, or a
-            rank or a budget makes no sense.
+        FileNotFoundError, ValueError: if model, text, layers, matrices, ranks or budget cannot be used.
         OSError: if the folder cannot be written to.
     """
     from surgeon.analysis.factors.calibration import load_calibration

@@ -71,14 +71,14 @@ def train(
     where it was. The result is a checkpoint as surgeon export writes it, which says that it was trained from scratch.
 
     Returns:
-        What `output.run` holds, with the checkpoint as its file; None in every process but the first, where there are
-        several (torchrun, accelerate launch).
+        The run in `output.run`, with the checkpoint as its file; None in every process but the first (torchrun,
+        accelerate launch).
 
     Raises:
-        FileNotFoundError, ValueError: if the configuration or a text cannot be used, with file and line, or
+        FileNotFoundError, ValueError: if the configuration (with file and line) or a text cannot be used, or
             `output.run` is of another run.
-        NotProven: if what was written does not compute what was trained.
-        OSError: if the output is in the way or cannot be written, or the disk is too full.
+        NotProven: if the checkpoint does not compute what was trained.
+        OSError: if the output is in the way or cannot be written.
     """
     from surgeon.checkpoint.forms import lay_out
     from surgeon.checkpoint.training import Training, no_source
@@ -146,7 +146,6 @@ def train(
 
 
 def _story_of(blueprint: Blueprint, texts: TrainTexts, found: TrainedModel) -> dict[str, Any]:
-    """Record of a run apart from its model, as JSON values."""
     from surgeon.named import public
 
     settings = blueprint.config.settings

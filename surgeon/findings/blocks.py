@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from surgeon.words import WIDTH, aligned, hanging
 
@@ -75,6 +75,13 @@ class Code:
     caption: str
     text: str
     note: str = ""
+
+
+def record_codes(record: Mapping[str, Any], **captions: str) -> Iterator[Code]:
+    """Texts of a record, by name, that it has."""
+    for name, caption in captions.items():
+        if record.get(name):
+            yield Code(caption, str(record[name]))
 
 
 class Block(Protocol):

@@ -130,7 +130,6 @@ def _metadata(found: Surgery, inherited: Inherited) -> ModelCardData:
 
 
 def _laid_out(text: str) -> str:
-    """Wrap paragraphs, with one empty line between them."""
     lines = []
     in_code = False
     for line in re.sub(r"\n{3,}", "\n\n", text.strip("\n")).split("\n"):
@@ -282,7 +281,6 @@ def training_stages(training: dict[str, Any] | None, name: str) -> dict[str, Any
 
 
 def _quality(scores: Sequence[CardScore], name: str) -> Table | None:
-    """One row for each number, beside the unedited model's where it was measured in the same way."""
     if not scores:
         return None
     found = {(one.key, one.metric, one.edited): one for one in scores}

@@ -78,7 +78,6 @@ class Check(RunResult):
         return dict(self.record.get("facts", {}))
 
     def to_json(self) -> dict[str, object]:
-        """All of it, as JSON values; bytes are null where memory does not count."""
         answers = [{**one._asdict(), "bytes": None if math.isnan(one.bytes) else int(one.bytes)} for one in self]
         return {"model": self.record.get("model"), "refused": self.refused, **self.described, "answers": answers}
 
@@ -142,15 +141,13 @@ class FamilyRow(NamedTuple):
     verdicts: tuple[Verdict, ...]
 
     def cells(self, briefly: bool = False) -> list[str]:
-        """Cells under `HEAD`; briefly as counts where not everything works."""
         scan, search, ranks = (
             _in_words([one for one in self.verdicts if one.area == area], briefly)
             for area in ("scan", "search", "ranks")
         )
         said = {(one.area, one.what): one.why for one in self.verdicts if one.works != NO}
         forms = said.get(("export", "lp"), "")
-        vllm = (said.get(("vllm", what), "") for what in ("lp", "lowrank"))
-        runs = (("itself" if how.startswith("Unmodified") else "plugin") if how else "no" for how in vllm)
+        runs = [_on_vllm(said.get(("vllm", what), "")) for what in ("lp", "lowrank")]
         in_forms = re.findall(r"(\w+) form", forms)
         pairs = "either"
         if not (briefly and len(in_forms) > 1):
@@ -164,6 +161,14 @@ class FamilyRow(NamedTuple):
             if one.works != YES and one.what not in found.setdefault(one.why, []):
                 found[one.why].append(one.what)
         return found
+
+
+def _on_vllm(how: str) -> str:
+    if how.startswith("Unmodified"):
+        return "itself"
+    if how:
+        return "plugin"
+    return "no"
 
 
 def _in_words(verdicts: Sequence[Verdict], briefly: bool) -> str:
@@ -192,7 +197,6 @@ class FamilyTable:
         return aligned([HEAD, *(row.cells(briefly=True) for row in self.rows)], left=range(len(HEAD)))
 
     def markdown(self) -> str:
-        """A page: the table, and for each family a summary and reasons."""
         table = Table("", HEAD, [row.cells() for row in self.rows], left=frozenset(range(len(HEAD)))).markdown
         around = [f"- **{name}**: {said}" for name, said in self.wrappers.items()]
         families = []

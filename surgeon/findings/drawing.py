@@ -230,7 +230,12 @@ def scale(
     if log:
         least = 0.0
     finite = [min(float(value), end) for value in values if least < value < math.inf]
-    low, high = (min(finite), max(finite)) if finite else (1.0, 10.0) if log else (0.0, 1.0)
+    if not finite:
+        finite = [0.0, 1.0]
+        if log:
+            finite = [1.0, 10.0]
+    low = min(finite)
+    high = max(finite)
     if log:
         if not (high > low * 1.0001):
             high = low * 1.1

@@ -120,7 +120,6 @@ def _written(node: Element, ids: dict[str, str], name: str, themed: bool) -> Mar
 
 
 def _kept(node: Element, themed: bool) -> Iterator[tuple[str, str]]:
-    """Attributes with short numbers, those of a style on their own."""
     is_image = node.tag.endswith("}image")
     for key, value in node.items():
         match key.rpartition("}")[2]:
@@ -140,7 +139,6 @@ def _kept(node: Element, themed: bool) -> Iterator[tuple[str, str]]:
 
 
 def _shortened(text: str, digits: int) -> str:
-    """Cut the decimals of each number."""
     return _PRECISE.sub(lambda found: f"{float(found[0]):.{digits}f}".rstrip("0").rstrip("."), text)
 
 
@@ -234,8 +232,7 @@ def write_page(paths: Iterable[Path], output: Path) -> list[Chapter]:
         paths: folders of commands, or single records.
 
     Raises:
-        FileNotFoundError: if a folder or a file of a run is missing.
-        ValueError: if a folder holds no known record, or a file is damaged, naming it.
+        FileNotFoundError, ValueError: if a folder or a file of a run is missing or damaged, naming it.
         OSError: if the page cannot be written.
     """
     if output.is_dir():
@@ -296,8 +293,7 @@ def read_runs(path: Path) -> list[RunResult]:
     """Read all runs of a folder, or the one whose record the path is.
 
     Raises:
-        FileNotFoundError: if there is no such folder, or a file of a run is missing.
-        ValueError: if the folder holds no known record, or a file is damaged.
+        FileNotFoundError, ValueError: if the folder, a record or a file of a run is missing or damaged.
     """
     if not path.exists():
         raise FileNotFoundError(f"no folder {path}; give folders that surgeon commands wrote")

@@ -77,7 +77,6 @@ def program_figure(program: Program, num_layers: int, steps_per_layer: int, titl
 
 
 def _rows(items: Sequence[Item]) -> list[list[Item]]:
-    """Break items into rows; a late step at a row's beginning reads at the dots."""
     rows: list[list[Item]] = [[]]
     room = max(_ROW_WIDTH, *map(_width, items))
     for item in items:
@@ -103,7 +102,6 @@ def _width(item: Item) -> float:
 
 
 def _stack(item: Item) -> float:
-    """Height of a step's boxes above the stream."""
     if isinstance(item, Step):
         return _ABOVE + sum(_box_height(sublayer) + _BOX_GAP for sublayer in item.sublayers)
     if isinstance(item, Fork):
@@ -148,7 +146,6 @@ def _sides(row: Sequence[Item]) -> list[int]:
 
 
 def _draw_nodes(axes: Axes, nodes: Sequence[Item], x: float, y: float) -> float:
-    """Draw nodes at height y from x on; returns their end."""
     plus = x  # of the item before
     for item, side in zip(nodes, _sides(nodes), strict=True):
         end = x + _width(item)
@@ -342,7 +339,7 @@ def _place(sublayer: Sublayer) -> tuple[int, bool]:
 
 
 def _same_nodes(nodes: Sequence[Node], steps_per_layer: int) -> set[int]:
-    """Nodes that are steps of the unedited model, with the same sublayers before and behind them."""
+    """Nodes that are steps of the unedited model, in their order."""
     places = [sorted(map(_place, _sublayers(node))) for node in nodes]
     before = list(accumulate((each[-1] for each in places), max, initial=(-1, False)))
     behind = list(accumulate((each[0] for each in reversed(places)), min, initial=(sys.maxsize, False)))[::-1]
@@ -356,7 +353,6 @@ def _same_nodes(nodes: Sequence[Node], steps_per_layer: int) -> set[int]:
 
 
 def _layers_in_order(nodes: Sequence[Node], at: int, same: set[int], steps_per_layer: int) -> int:
-    """Count the layers of the same sizes that begin here, none of them left out."""
     layers = 0
     sizes = _sizes(nodes[at : at + steps_per_layer])
     while True:

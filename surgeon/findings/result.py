@@ -57,11 +57,7 @@ class TableFile:
         return folder / self.name
 
     def read(self, folder: Path) -> pd.DataFrame:
-        """Read and check the table.
-
-        Raises:
-            ValueError: naming the file, and the column if one is missing or holds something else than it should.
-        """
+        """Read and check the table; a ValueError names the file, and a column that is missing or wrong."""
         path = folder / self.name
         try:
             table = pd.read_csv(io.StringIO(read_text(path)), keep_default_na=False, na_values=["", "nan", "NaN"])
@@ -99,7 +95,6 @@ def _as_numbers(path: Path, column: pd.Series[Any]) -> pd.Series[Any]:
 
 
 def _refuse_first(path: Path, column: pd.Series[Any], wrong: pd.Series[bool], how: str, why: str) -> None:
-    """Raise an error about the first wrong value of a column."""
     if wrong.any():
         row = int(wrong.to_numpy().argmax())
         value = column.iloc[row]
@@ -108,11 +103,7 @@ def _refuse_first(path: Path, column: pd.Series[Any], wrong: pd.Series[bool], ho
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        ValueError: if the file is no UTF-8 text, no JSON, or no object.
-    """
+    """Read a JSON object; a ValueError names the file if it is none."""
     try:
         record = json.loads(read_text(path))
     except json.JSONDecodeError as error:
@@ -218,7 +209,6 @@ class RunResult:
 
     @classmethod
     def is_ours(cls, record: dict[str, Any]) -> bool:  # noqa: ARG003
-        """Whether a record is of such a result, where its file's name does not tell."""
         return True
 
     @property
@@ -242,7 +232,6 @@ class RunResult:
 
     @property
     def heading(self) -> str:
-        """Common to all of its rows."""
         return str(self.record["heading"])
 
     def write(self, folder: Path) -> list[Path]:
@@ -256,7 +245,6 @@ class RunResult:
         return next((getattr(self, name) for name in self.TABLES), pd.DataFrame())
 
     def section(self) -> Iterable[Block]:
-        """Blocks of the page; pictures with a name are files, too."""
         return ()
 
     def summary(self) -> Iterable[Finding]:
@@ -297,7 +285,6 @@ class RunResult:
         return sheet(found[name], self.picture_title)
 
     def draw(self, folder: Path) -> list[Path]:
-        """Write every picture as a PNG file; returns the files."""
         from surgeon.findings.drawing import save, sheet
 
         title = self.picture_title

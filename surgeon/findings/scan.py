@@ -190,7 +190,6 @@ class Scan(RunResult):
 
 
 def _only_part(record: dict[str, Any], num_layers: int) -> str:
-    """Name the stretches that were left out on purpose."""
     if record.get("earlier"):
         return ""
     parts = []
@@ -279,7 +278,6 @@ def _removal(scan: ScanTable) -> Finding:
 
 
 def _untouchable(scan: ScanTable) -> Finding:
-    """Name the layers that no change, or none of some kinds, spares."""
     kinds: dict[int, list[str]] = {}
     for name in scan.operations:
         for layer in never_to_touch(scan, name, _LIMIT):

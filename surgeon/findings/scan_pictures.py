@@ -110,7 +110,6 @@ def _by_depth(scan: ScanTable, best: dict[str, pd.DataFrame]) -> Chart:
 
 
 def _by_end(scan: ScanTable, operation: str) -> Chart:
-    """Perplexity over the last layer of a stretch, a line for each length, or for evenly chosen ones."""
     cells = scan.of_operation(operation)
     lengths = sorted(int(length) for length in cells["changed"].unique())
     if len(lengths) > len(ORDERED):
@@ -171,7 +170,6 @@ class ScanMaps(ScanTable):
 
     @cached_property
     def _cells(self) -> dict[str, pd.DataFrame]:
-        """The cells of each operation's map, each once."""
         return {
             str(name): own.drop_duplicates(["first", HEATMAPS[str(name)].varied or "last"])
             for name, own in self.table.groupby("operation", sort=False)
@@ -186,7 +184,6 @@ class ScanMaps(ScanTable):
         return Legend(colours, title, self.base, capped)
 
     def files(self) -> dict[str, Picture]:
-        """Draw `heatmaps`, all over stretches on one scale, and `heatmap-NAME` of each on its own."""
         found = {}
         names = self._names(over_stretches=True)
         if len(names) > 1:
@@ -206,7 +203,6 @@ class ScanMaps(ScanTable):
         return Picture(maps, f"{caption} {colours} {shared}".strip(), legend=legend)
 
     def galleries(self) -> Iterator[Block]:
-        """Draw maps over stretches on one scale, the others on another one, and maps of experts."""
         if names := self._names(over_stretches=True):
             shared = "These maps share one scale, that of heatmaps.png." if len(names) > 1 else ""
             yield self._picture(names, _STRETCHES, shared)
@@ -247,7 +243,6 @@ class ScanMaps(ScanTable):
         return Map(title, values, colours, (across, ""), data, what, described=described, limit=limit, flat=HALF)
 
     def _expert_map(self, column: str, title: str) -> Map:
-        """Load or saliency of each expert, layers down and experts across."""
         values = self.experts.pivot(index="layer", columns="expert", values=column)
         if column == "saliency":  # of which some layers have many times as much as others
             values = values.div(values.sum(axis=1), axis=0)
@@ -290,6 +285,5 @@ def grid(cells: pd.DataFrame, varied: str | None = None) -> pd.DataFrame:
 
 
 def _evenly(layers: pd.Series[int]) -> range:
-    """The layers, with missing ones filled in so that they are evenly spaced."""
     present = sorted(set(layers))
     return range(present[0], present[-1] + 1, math.gcd(*(b - a for a, b in pairwise(present))) or 1)

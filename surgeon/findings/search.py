@@ -224,7 +224,6 @@ class SearchResult(RunResult):
 
 
 def _on_held_out_text(held: dict[str, Any]) -> Table:
-    """The search's winner and the runners-up on text that the search did not see."""
     by = held["by"]
     first = held["searched"]
     others = held["runners_up"]
@@ -274,7 +273,6 @@ def _value(values: dict[str, Any], by: str) -> str:
 
 
 def _best_trials(trials: TrialTable) -> Table:
-    """The best trials, or along a cost the best of every level, on the text of the search."""
     rows = trials.best_of_levels
     if not trials.has_levels:
         rows = trials.ranked[:_SHOWN]

@@ -150,7 +150,6 @@ def _name(key: Any) -> str:
 
 
 def _best_proxies(table: pd.DataFrame) -> Table:
-    """For each operation, the measure that orders its stretches best by divergence."""
     shown = table[~table["proxy"].str.endswith(_NOT_PRINTED) & (table["damage"] == _DAMAGE)]
     rows = []
     for operation, own in shown.groupby("operation", sort=False):
@@ -188,7 +187,6 @@ def _best_proxy(rho: pd.DataFrame) -> Finding:
 
 
 def _highest(rows: pd.DataFrame, column: str) -> tuple[str, float]:
-    """The proxy with the highest rank correlation, and that."""
     if rows[column].isna().all():
         return "-", math.nan
     row = rows.iloc[int(rows[column].argmax())]

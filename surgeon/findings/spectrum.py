@@ -93,7 +93,6 @@ class Spectrum(RunResult):
         )
 
     def shares(self, method: str) -> pd.DataFrame:
-        """The matrices with `share`, the rank that holds 95% of the energy, by a method, over the full rank."""
         return self.matrices.assign(share=self.matrices[f"rank95{METHODS[method]}"] / self.matrices["full_rank"])
 
     def truncations(self) -> Iterator[tuple[TargetRank, str, pd.DataFrame]]:
@@ -246,7 +245,6 @@ def _map(
 
 
 def _decay(weight: str, values: pd.DataFrame) -> Chart:
-    """Singular values of a weight relative to the largest one, a line for each layer, dark for the first."""
     lines = {layer: line["value"] / line["value"].max() for layer, line in values.groupby("layer")}
     last = max(1.0, float(values["layer"].max()))
 

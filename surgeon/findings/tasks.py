@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import pandas as pd
 
-from surgeon.findings.blocks import Block, Code, Finding, Paragraph, Table
+from surgeon.findings.blocks import Block, Finding, Paragraph, Table, record_codes
 from surgeon.findings.result import RunResult
 from surgeon.processes.files import make_folder, write_text
 from surgeon.words import listed, number, plural
@@ -99,8 +99,7 @@ class TaskRun(RunResult):
         said = f"{self._subject()}, by lm-eval {self.record.get('lm_eval_version', '')}.{some}"
         yield Paragraph(said.replace(" .", "."))
         yield scores_table(self.scores)
-        if surgery.get("program"):
-            yield Code("The program that was evaluated", str(surgery["program"]))
+        yield from record_codes(surgery, program="The program that was evaluated")
 
     def _subject(self) -> str:
         return str(

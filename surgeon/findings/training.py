@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 import pandas as pd
 from matplotlib.axes import Axes
 
-from surgeon.findings.blocks import Block, Code, Finding, Paragraph, Table
+from surgeon.findings.blocks import Block, Finding, Paragraph, Table, record_codes
 from surgeon.findings.drawing import COLOURS, Chart, Picture, points, rule, scale
 from surgeon.findings.exported import from_scratch
 from surgeon.findings.result import RunResult, TableFile
@@ -179,7 +179,6 @@ def _tips(training: pd.DataFrame, column: str, words: str) -> list[str]:
 
 
 def _means(training: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
-    """Means of neighbouring rows, at the last one's step."""
     parts = pd.Series(range(len(training)), index=training.index) // math.ceil(len(training) / _MEANS)
     return training.groupby(parts).agg({"step": "last", **dict.fromkeys(columns, "mean")})
 
@@ -240,8 +239,7 @@ class ScratchRun(TrainingRun):
         yield Table("Before and after", ["", "loss", "perplexity", "95% interval"], rows, "Loss in nats per token.")
         yield from _racks(record.get("racks"))
         yield Picture(list(self.charts()))
-        yield Code("Program", str(record["program"]))
-        yield Code("Configuration", str(record["configuration"]))
+        yield from record_codes(record, program="Program", configuration="Configuration")
 
     @classmethod
     def together(cls, runs: Sequence[Self]) -> list[Block]:
@@ -286,7 +284,6 @@ class ScratchRun(TrainingRun):
 
 
 def _racks(record: dict[str, Any] | None) -> Iterator[Table]:
-    """The results of each rack, where the model was trained rack by rack."""
     if record is None:
         return
     rows = []

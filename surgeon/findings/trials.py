@@ -78,7 +78,6 @@ class TrialTable:
 
     @cached_property
     def within(self) -> Flags:
-        """Whole trials that keep the budget."""
         return self.whole & self._flags("within")
 
     @cached_property
@@ -88,7 +87,6 @@ class TrialTable:
 
     @property
     def has_levels(self) -> bool:
-        """Whether the search looked along a cost, so that trials of different levels do not compare."""
         return len(set(self.levels.tolist())) > 1
 
     def tip(self, row: int) -> str:
@@ -252,7 +250,6 @@ def quality_chart(along: str, quality: pd.DataFrame) -> Chart:
 
 
 def _dearest_left(axes: Axes, along: str, costs: pd.Series[Any]) -> None:
-    """The x axis, from the unedited model's cost on the left to less of it on the right."""
     ends = [costs.min(), costs.max()] if len(costs) else [0.0, 1.0]
     if along == "depth":
         layers_across(axes, math.floor(ends[0]), math.ceil(ends[1]))

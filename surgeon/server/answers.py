@@ -222,8 +222,6 @@ class Choices:
         self._arrived: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue()
 
     async def submit(self, asks: Sequence[Ask]) -> None:
-        """Ask for all of them, or for none."""
-
         def submit_all() -> None:
             for choice, (tokens, sampling) in enumerate(asks):
                 stream = self.state.service.submit(tokens, sampling)
@@ -334,7 +332,6 @@ async def _answer(request: Request, state: ServerState, body: Body, prompts: lis
 
 
 def _check_number(state: ServerState, body: Body, prompts: int) -> None:
-    """Refuse more requests than an empty queue holds."""
     wanted = prompts * body.choices
     if wanted > state.capacity:
         reason = f"prompts times n are {wanted} answers; this server takes {state.capacity} at a time at most"
@@ -398,7 +395,6 @@ class _EventStream(StreamingResponse):
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Wait for some work, but no longer than the client does."""
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_hang_up(request))
     try:

@@ -244,8 +244,6 @@ def url_of(bound: socket.socket) -> str:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, with surgeon's ways of ending."""
-
     def __init__(self, config: uvicorn.Config, state: ServerState, started: Callable[[], None]) -> None:
         super().__init__(config)
         self.state = state

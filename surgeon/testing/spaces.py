@@ -202,7 +202,6 @@ def drawn_choices(mixture: Mixture, count: int, among: Sequence[Edit] = ()) -> I
 
 
 def _refusal(mixture: Mixture, edit: Edit) -> str:
-    """The error of an edit that the model cannot have; empty for others."""
     try:
         mixture.program([edit])
     except ValueError as error:
