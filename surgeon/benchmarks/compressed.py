@@ -39,11 +39,7 @@ def windows_to_compare(plan: Plan, data: str | None, length: int, tokens: int, s
 
 
 def divergence_of_compressed(ranks: Ranks, windows: list[list[int]], kind: Compression, name: str = ENGINE) -> Values:
-    """Run windows of a text on ranks twice, with exact and with compressed reductions.
-
-    Args:
-        windows: token ids; every token of a window but the first is predicted.
-        name: of the ranks' engine.
+    """Run windows of a text on ranks' engine twice, with exact and with compressed reductions.
 
     Returns:
         KL(exact || compressed) over the full vocabulary in nats, the mean over each window's predictions, (windows,).

@@ -66,8 +66,7 @@ def decode_together(
 
     Args:
         started: ranks that have loaded a plan of this name.
-        drafts: whether tokens are drafted.
-        looked_up: whether they come of the text itself, in the place of a program.
+        drafts, looked_up: whether tokens are drafted, and of the text itself, in the place of a program.
         ahead: how many at a time; 0: as many as pay.
     """
     requests = [
@@ -125,12 +124,7 @@ def measure_drafts(
     sampling: Sampling,
     advance: Callable[[float], Any] = lambda _: None,
 ) -> MeasuredDrafts:
-    """Measure decoding with a draft and without, in turns.
-
-    Args:
-        prompts: of each round, texts that are continued together; the first round warms up.
-        advance: called with 1 after each run.
-    """
+    """Measure decoding with a draft and without, in turns; the first round of prompts warms up."""
     if len(prompts) < 2:
         raise ValueError(f"drafts are measured in two rounds at least, one of them to warm up, not in {len(prompts)}")
     longest = max(len(prompt) for texts in prompts for prompt in texts) + sampling.max_new_tokens

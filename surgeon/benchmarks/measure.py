@@ -167,11 +167,7 @@ class RankBench:
         return load.requests(vocabulary), load.batch * blocks_for(load.length), limits
 
     def measure(self, loads: Sequence[Workload], rounds: int, advance: Callable[[float], None]) -> list[Result]:
-        """Run every program under every load in turn, over and over.
-
-        Args:
-            advance: called with 1 after each run.
-        """
+        """Run every program under every load in turn, over and over; `advance` is called after each run."""
         results = [
             Result(name, plan, load, name not in self.unconnected)
             for load, (name, plan) in product(loads, self.plans.items())
@@ -195,11 +191,7 @@ class RankBench:
         return [replace(one, prefill_pass=found.prefill_pass, decode_pass=found.decode_pass) for one in rounds]
 
     def profile(self, load: Workload, path: Path) -> tuple[Path, ...]:
-        """Have every rank write a Chrome trace of all programs, by `torch.profiler`; returns their files.
-
-        Args:
-            path: that they are named after.
-        """
+        """Have every rank write a Chrome trace of all programs, by `torch.profiler`; returns their files."""
         short = replace(load, new=min(PROFILED_TOKENS, load.new))
         loads = {name: self._given(name, short) for name in self.plans}
         self.ranks.call(write_profile, loads, str(path.absolute()))
@@ -244,11 +236,7 @@ MS = 1e3
 
 
 def bench_table(results: Sequence[Result], divergence: Mapping[str, Values] | None = None) -> pd.DataFrame:
-    """One row per program and batch: medians over the rounds, of ratios too (each against the first, of its round).
-
-    Args:
-        divergence: of compressed reductions by window, of the programs that send some.
-    """
+    """One row per program and batch: medians over the rounds, of ratios too (each against the first, of its round)."""
     first = {result.load: result for result in reversed(results)}
     rows = [_row(result, first[result.load]) for result in results]
     for row in rows if divergence else ():

@@ -254,7 +254,7 @@ def load_timed(rank: Rank, plan: Plan, name: str, connected: bool = True, link: 
 
     Args:
         connected: whether ranks wait for each other and add up; without, their results are wrong.
-        link: emulate one of this delay and bandwidth, for this engine only.
+        link: emulated for this engine only.
     """
     collectives = rank.collectives
     if rank.settings.options.ranks > 1:
@@ -273,11 +273,7 @@ def run_timed(
     name: str,
     profiled: bool = False,
 ) -> RankRun:
-    """Continue texts on a rank until all have ended, with a record of each pass.
-
-    Args:
-        profiled: whether to tell waiting on GPUs, too; that takes time.
-    """
+    """Continue texts on a rank until all have ended; profiled, the record of each pass has its waiting on GPUs, too."""
     engine: TimedEngine = rank.engines[name]
     recorder = engine.recorder
     recorder.passes = []
@@ -333,10 +329,6 @@ def write_profile(rank: Rank, loads: Mapping[str, Load], file: str) -> None:
 
     They are continued once before, when kernels are chosen and, on GPUs, passes are recorded. On CPUs none are replayed
     from recordings, so that steps and collectives have names.
-
-    Args:
-        loads: by the names of the programs' engines.
-        file: for all ranks; each writes its own (`trace_files`).
     """
     on_gpu = rank.device.type == "cuda"
     for name, load in loads.items():

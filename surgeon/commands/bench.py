@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 from surgeon.commands.command import command, option, several
 from surgeon.commands.options import (
+    COMPARED,
     DATA_HELP,
     Batches,
     NewTokens,
@@ -18,7 +19,6 @@ from surgeon.commands.options import (
     VariantLayers,
     WayFlags,
 )
-from surgeon.language.operations.declare import VARIANTS, described
 
 if TYPE_CHECKING:
     from surgeon.findings.bench import Benchmark
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 COMPARED_TOKENS = 1024  # predicted with exact and with compressed reductions
 RANDOM = "random tokens"
-_VARIANTS_LISTED = ", ".join(described(name, variant.note) for name, variant in VARIANTS.items())
 
 
 @command()
@@ -39,12 +38,7 @@ def bench(
     *,
     compare: Annotated[
         str | Path | Program | Sequence[str | Path | Program],
-        several(
-            "Measure this too, in turns, and compare. A checkpoint, a recipe, a program such as "
-            f'"A0 F0 [A1 A2] [F1 F2]", or a variant of the model: dense, {_VARIANTS_LISTED}, halves (itself, '
-            "computed in two halves, one while the other's reductions are on their way), upper-bound (without any "
-            "communication: wrong results, and the best time there can be).",
-        ),
+        several("Measure this too, in turns, and compare. A checkpoint, a recipe, " + COMPARED),
     ] = (),
     layers: VariantLayers = None,
     batch: Batches = 1,

@@ -73,12 +73,7 @@ class ExploreRound(NamedTuple):
 
 
 def plan_rounds(layers: int, window: int, text: int) -> list[ExploreRound]:
-    """Plan the rounds for a model of so many layers, the smallest first.
-
-    Args:
-        window: the longest that the model may get.
-        text: its tokens.
-    """
+    """Plan the rounds for a model of so many layers and a text of so many tokens, the smallest first."""
     rounds = []
     for count, (tokens, places, trials) in enumerate(SIZES, start=1):
         most = min(tokens, text // 2)
@@ -89,11 +84,7 @@ def plan_rounds(layers: int, window: int, text: int) -> list[ExploreRound]:
 
 
 def rounds_for(model: Model, data: str, separator: str | None) -> list[ExploreRound]:
-    """Plan the rounds that a text is long enough for.
-
-    Raises:
-        ValueError: if it is too short for the first.
-    """
+    """Plan the rounds that a text is long enough for."""
     least = 2 * SIZES[0][0]
     most = 2 * SIZES[-1][0]
     there = load_windows(model.tokenizer, data, 2, most, separator, at_most=True).ids.numel()
@@ -128,11 +119,7 @@ class Exploring:
     steps: dict[str, tuple[str, float]] = field(default_factory=dict)
 
     def resume(self) -> None:
-        """Take in the folder's steps.
-
-        Raises:
-            ValueError: if that is of something else.
-        """
+        """Take in the folder's steps, which must be of the same model and text."""
         make_folder(self.folder)
         self.record["done"] = []
         if not (self.folder / Exploration.RECORD).is_file():

@@ -45,11 +45,7 @@ class Failure:
 
 
 def explain(error: BaseException, output: str | None = None) -> Failure:
-    """Put an exception into one line.
-
-    Args:
-        output: of the command, for errors of a full disk that do not name their file.
-    """
+    """Put an exception into one line, with the command's output for errors of a full disk without a file."""
     if is_full_disk(error) and not (isinstance(error, OSError) and error.errno is None):
         place = full_place(error) or output
         space = f"some space{_disk_of(place)}"

@@ -119,9 +119,9 @@ def generate(
         bool,
         option(
             "Have each of --ranks hold a stretch of the layers, in place of a share of every layer: only streams go "
-            "from one to the next. While one computes, those before it go on with other texts, or with what the coda "
-            "of the checkpoint's first rack drafts (surgeon heal --racks writes codas), which the others verify: "
-            "the same texts. For models that do not fit one machine; it was not faster than one rank."
+            "from one to the next. While one computes, those before it go on with other texts, or with drafts of the "
+            "coda of the checkpoint's first rack (surgeon heal --racks), which the others verify: the same texts. For "
+            "models that do not fit one machine; it was not faster than one rank."
         ),
     ] = False,
     on_event: Annotated[
@@ -253,10 +253,6 @@ def read_prompts(given: Sequence[str], file: Path | None) -> dict[str, str]:
     """The prompts by their places, such as "prompts.txt:3": those of the command line, then a file's.
 
     A text file has one on each line, blank lines left out; the rows of a .jsonl or .parquet file have it as "prompt".
-
-    Raises:
-        FileNotFoundError, OSError: if the file cannot be read.
-        ValueError: if there are none, the file is not text, or a row of it has none.
     """
     from surgeon.quality.tables import is_table, open_table, read_column
     from surgeon.quality.text_files import Reading, read_pieces

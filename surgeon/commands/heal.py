@@ -186,11 +186,7 @@ def racks_of(
     *,
     by_hand: bool,
 ) -> RackOptions | None:
-    """The cut into racks, and their training; None without racks.
-
-    Raises:
-        ValueError: if options do not go together, naming them.
-    """
+    """The cut into racks, and their training; None without racks."""
     from surgeon.training.model import RackOptions
 
     processes = rack_processes or by_hand

@@ -25,11 +25,7 @@ One = TypeVar("One")
 
 
 def as_range(layers: range | str | None) -> range | None:
-    """Read a range of layers, written as Python slices it: "4:30" is layers 4 to 29.
-
-    Raises:
-        ValueError: if it is no range, or one that leaves layers out.
-    """
+    """Read a range of layers, written as Python slices it: "4:30" is layers 4 to 29."""
     if isinstance(layers, range) and layers.step != 1:
         raise ValueError(f"{layers} leaves layers out; give all from the first to the last, as in range(4, 30)")
     if layers is None or isinstance(layers, range):
@@ -59,11 +55,7 @@ def name_of(model: object) -> str:
 
 
 def as_folder(found: str | Path | RunResult) -> Path:
-    """The folder of a pass, given by its path or its result.
-
-    Raises:
-        ValueError: if it was written to no folder.
-    """
+    """The folder of a pass, given by its path or its result."""
     if not isinstance(found, RunResult):
         return Path(found)
     if not found.files:
@@ -72,11 +64,7 @@ def as_folder(found: str | Path | RunResult) -> Path:
 
 
 def check_counts(**counts: int | None) -> None:
-    """Refuse numbers below 1; None is a default.
-
-    Raises:
-        ValueError: naming the first such number.
-    """
+    """Refuse numbers below 1; None is a default."""
     for name, count in counts.items():
         if count is not None and count < 1:
             raise ValueError(f"{name} must be at least 1, not {count}")
@@ -95,13 +83,7 @@ def service_options(
     memory: int | str | None = None,
     **more: Any,
 ) -> ServiceOptions:
-    """The options of a service that runs a model as a command's flags say.
-
-    Args:
-        program: in place of that of the flags.
-        memory: in bytes or as text.
-        more: fields that are no flags.
-    """
+    """The options of a service, with a program and other fields in place of a command's flags."""
     chosen = flags_in(ServiceFlags, flags) | more
     chosen |= {"ranks": RankOptions.of(flags.get("ranks", 1)), "program": program}
     chosen["draft"] = draft_program(model, flags.get("draft"))
@@ -115,8 +97,7 @@ def stored_model(
     """The model as it is stored, and the program that ranks run in place of its own.
 
     Raises:
-        ValueError: if an edited model is given a program, too, or has factors, heads or neurons that do not follow
-            from its matrices alone.
+        ValueError: if an edited model is given a program, too, or its weights do not follow from its matrices alone.
     """
     if not isinstance(model, EditedModel):
         return model, program
@@ -140,10 +121,6 @@ def draft_program(model: Model, draft: str | Path | Program | EditedModel | None
 
     "coda", "lookup" and variants stay as they are. Of a model without weights its shapes alone tell whether a draft is
     of another one.
-
-    Raises:
-        FileNotFoundError, ValueError: if there is no such recipe, it is of another model, or the draft would have
-            weights that do not follow from the model's matrices alone.
     """
     if isinstance(draft, str | Path) and draft not in (CODA, LOOKUP):
         there = on_disk(draft)

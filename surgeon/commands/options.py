@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, cast
 import typer
 
 from surgeon.commands.command import option, several
+from surgeon.language.operations.declare import VARIANTS, described
 
 if TYPE_CHECKING:
     from surgeon.language.program import Program
@@ -22,9 +23,15 @@ if TYPE_CHECKING:
 DEFAULT_TOKENS = 8192  # surgeon.quality.data.DEFAULT_TOKENS, which is not light
 
 DATA_HELP = (
-    "Text to measure on: a UTF-8 text file, a .jsonl or .parquet file (as file:column where it is not clear which "
-    "column is meant), a folder of such files, a dataset as name[:config[:split[:column]]], or demo (source files of "
-    "the Python standard library). What is left out of it, such as rows without text, is said (docs/texts.md)."
+    "Text to measure on: a UTF-8 text file, a .jsonl or .parquet file (file:column, where several have text), a folder "
+    "of such files, a dataset as name[:config[:split[:column]]], or demo (source files of Python's standard library). "
+    "Rows without text are left out, which is said (docs/texts.md)."
+)
+COMPARED = (
+    'a program such as "A0 F0 [A1 A2] [F1 F2]", or a variant of the model: dense, '
+    + ", ".join(described(name, variant.note) for name, variant in VARIANTS.items())
+    + ", halves (itself, computed in two halves, one while the other's reductions are on their way), upper-bound "
+    "(ranks that never wait for each other: wrong results, and the best time there can be)."
 )
 
 ModelName = Annotated[
@@ -242,9 +249,8 @@ class WayFlags(TypedDict, total=False):
         str,
         option(
             "What is cached of attentions whose k and v are two factors each: keys and values (full); what the first "
-            "factors give, of which keys and values are made again whenever they are read (lowrank); or auto: full as "
-            "long as the cache that is asked for fits into memory so, otherwise lowrank in those attentions where that "
-            "is fewer numbers per token on the rank, if more tokens fit then.",
+            "factors give, of which these are made again at every read (lowrank); or auto: full as long as the cache "
+            "fits into memory, otherwise lowrank where that is fewer numbers per token, if more tokens fit then.",
             metavar="[auto|full|lowrank]",
             default="auto",
         ),
@@ -257,12 +263,11 @@ class RunFlags(TypedDict, total=False):
     draft: Annotated[
         str | Path | Program | EditedModel | None,
         option(
-            'Have tokens drafted by another program over the same weights: one such as "A0 F0 [A1 A2] [F1 F2]", '
-            "that of a recipe (.yaml), or a variant of the model by its name, such as lp or tracks:4, as surgeon bench "
-            "compares them; and verified several at a time by the model: the same greedy tokens, and the same "
-            "distribution of drawn ones. It has the model's weights and cache. Or by what came behind the same few "
-            "tokens before, in the text itself (lookup), or by the first rack of a checkpoint with codas (coda; "
-            "surgeon heal --racks writes them).",
+            "Have tokens drafted, and verified several at a time by the model: the same greedy tokens, and the same "
+            'distribution of drawn ones. By a program on its weights and cache, such as "A0 F0 [A1 A2] [F1 F2]", that '
+            "of a recipe (.yaml), or a variant by its name, such as lp or tracks:4, as surgeon bench compares them; by "
+            "what came behind the same few tokens before, in the text itself (lookup); or by the first rack of a "
+            "checkpoint with codas (coda; surgeon heal --racks writes them).",
             metavar="[RECIPE|PROGRAM|VARIANT|lookup|coda]",
             kind=str,
         ),
@@ -270,8 +275,7 @@ class RunFlags(TypedDict, total=False):
     draft_tokens: Annotated[
         int | None,
         option(
-            "How many tokens to draft at a time, with --draft. Default: as many as pay by what was measured so far, "
-            "none among them.",
+            "How many tokens to draft at a time, with --draft. Default: as many as pay by what was measured so far.",
             least=1,
         ),
     ]
@@ -323,8 +327,7 @@ class SamplingFlags(TypedDict, total=False):
         int | None,
         option(
             "The same seed draws the same texts again, for any --tp and --max-batch: each prompt has random numbers of "
-            "its own, by the seed and its place (the first prompt, the second, and so on), whatever the others are. "
-            "Default: another seed each time."
+            "its own, by the seed and its place among the prompts. Default: another seed each time."
         ),
     ]
     stop: Annotated[

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from surgeon.commands.command import command, option, several
-from surgeon.commands.options import Batches, Compress, ProgramText, VariantLayers
-from surgeon.language.operations.declare import VARIANTS, described
+from surgeon.commands.options import COMPARED, Batches, Compress, ProgramText, VariantLayers
 
 if TYPE_CHECKING:
     from surgeon.cost.deployment import Deployment
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
     from surgeon.findings.prediction import Predictions
     from surgeon.language.program import Program
     from surgeon.opened import EditedModel, Model
-
-_VARIANTS_LISTED = ", ".join(described(name, variant.note) for name, variant in VARIANTS.items())
 
 
 def deployment_of(
@@ -58,11 +55,7 @@ def deployment_of(
     ] = None,
     link_bandwidth: Annotated[str | None, option("Likewise: bytes per second that a rank can send, e.g. 1GB.")] = None,
 ) -> Deployment:
-    """The spread of a model over hardware.
-
-    Raises:
-        ValueError: if there is no such way or dtype.
-    """
+    """The spread of a model over hardware."""
     from surgeon.cost.deployment import Deployment
     from surgeon.runtime.comm.link import parse_link
 
@@ -102,12 +95,7 @@ def predict(
     *,
     compare: Annotated[
         str | Path | Program | Sequence[str | Path | Program],
-        several(
-            "Predict this too, and compare. Another model or recipe, a program such as "
-            f'"A0 F0 [A1 A2] [F1 F2]", or a variant of the model: dense, {_VARIANTS_LISTED}, halves (itself, '
-            "computed in two halves, one while the other's reductions are on their way), upper-bound (ranks that never "
-            "wait for each other: wrong results, and the best time there can be).",
-        ),
+        several("Predict this too, and compare. Another model or recipe, " + COMPARED),
     ] = (),
     layers: VariantLayers = None,
     program: ProgramText = None,

@@ -86,11 +86,7 @@ def record_of(name: str, hardware: Hardware, cells: Sequence[SweepCell], said: d
 
 
 def open_draft(model: Model, draft: str | Path | Program, layers: range | None) -> Candidate:
-    """Open a draft: a recipe, a program, or a variant of the model by name.
-
-    Raises:
-        FileNotFoundError, ValueError: if there is none, or it is of another model.
-    """
+    """Open a draft: a recipe, a program, or a variant of the model by name."""
     drafts = named_draft(str(draft_program(model, draft)))
     _, drafting = open_candidates(model, [drafts], layers=layers)
     if (there := on_disk(str(draft))) is not None:
@@ -101,16 +97,10 @@ def open_draft(model: Model, draft: str | Path | Program, layers: range | None) 
 def draft_table(
     cells: Sequence[SweepCell], hardware: Hardware, chances: Sequence[float], swept: bool
 ) -> tuple[pd.DataFrame, list[str]]:
-    """Predict where the second of two candidates drafts for the first.
-
-    Args:
-        chances: of a drafted token to be right, given that those before it are.
+    """Predict where the second of two candidates drafts for the first, by its tokens' chances to be right.
 
     Returns:
         The rows, and in a sweep, why the draft cannot run beside the model.
-
-    Raises:
-        ValueError: if the draft cannot run, without a sweep.
     """
     rows = list[dict[str, float]]()
     refused = list[str]()

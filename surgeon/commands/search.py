@@ -75,9 +75,9 @@ class ProblemFlags(MeasuringFlags, total=False):
     space: Annotated[
         str | Sequence[str] | None,
         several(
-            "What may change, one or several at once: pair (LP; pair:4 groups of 2 to 4), par, ladder, drop, repeat, "
-            "order, tracks, desync, fuse, width, rank, experts. docs/searching.md describes them. Default: pair for a "
-            "depth, else all common ones that lessen what is asked for.",
+            "What may change: pair (LP; pair:4 groups of 2 to 4), par, ladder, drop, repeat, order, tracks, desync, "
+            "fuse, width, rank, experts (docs/searching.md). Default: pair for a depth, else all common ones that "
+            "lessen what is asked for.",
             metavar="NAME[:N],...",
         ),
     ]
@@ -112,8 +112,7 @@ class ProblemFlags(MeasuringFlags, total=False):
     new: Annotated[
         int | None,
         option(
-            "For a latency, speedup or draft: tokens added to each. Default: 512, or a quarter of the model's "
-            "positions.",
+            "For a latency, speedup or draft: tokens added to each. Default: 512, or a quarter of the positions.",
             least=2,
         ),
     ]
@@ -139,8 +138,8 @@ class SearchFlags(ProblemFlags, total=False):
     minutes: Annotated[
         float | None,
         option(
-            "Begin no more trials after so many minutes, however many are left; with more minutes the same command "
-            "goes on. What single edits do is measured in any case."
+            "Begin no more trials after so many minutes; with more minutes the same command goes on. What single "
+            "edits do is measured in any case."
         ),
     ]
     sampler: Annotated[

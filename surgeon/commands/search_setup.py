@@ -31,8 +31,7 @@ def open_question(model: str | Path | Model, question: Question) -> tuple[Model,
     """Open a model for a question, without its weights, and refuse what cannot be had.
 
     Returns:
-        The model, the question with its spaces named, and its pricing: None where that needs passes or the time on this
-        machine.
+        The model, the question with its spaces named, and its pricing: None where that needs passes or this machine.
     """
     opened = model if isinstance(model, Model) else open_model(model, weights=False)
     question = question.on(opened)
@@ -62,13 +61,7 @@ class SearchSetup:
     def load(
         cls, model: str | Path | Model, question: Question, pricing: Pricing | None, folder: Path, make: bool = True
     ) -> SearchSetup:
-        """Load the model and the text, and read the findings of passes.
-
-        Args:
-            question, pricing: of `open_question`.
-            folder: of factors.
-            make: make those that go by a text; else they are there.
-        """
+        """Load the model and the text, read the findings of passes, and make factors, or read those of worker 0."""
         opened = open_model(model)
         mixture = question.mixture(opened)  # factors of others' are known by what tensors are called
         subject = open_subject(
@@ -88,12 +81,7 @@ class SearchSetup:
         return cls(subject, question, mixture, pricing, known, factors)
 
     def evaluator(self, folder: Path, unseen: Windows | None = None, kept: int | None = None) -> Evaluator:
-        """An evaluator of programs on the text of the search, or on unseen text.
-
-        Args:
-            folder: for hidden states that do not fit into memory.
-            kept: as `Evaluator` takes it.
-        """
+        """An evaluator of programs on the text of the search, or on unseen text."""
         subject = self.subject
         return Evaluator(
             subject.model,
@@ -107,12 +95,7 @@ class SearchSetup:
         )
 
     def question(self, original: Quality, here: Hardware | None = None) -> PricedQuestion:
-        """The question with its prices.
-
-        Args:
-            original: the unedited model's quality on the text.
-            here: this machine, if a cost is a time on it.
-        """
+        """The question with its prices, of which some are times on this machine."""
         pricing = self.pricing or priced(self.settings, self.mixture, here)
         return PricedQuestion(self.settings, self.mixture, pricing, original)
 

@@ -97,12 +97,7 @@ WORKER = ("-P", "-m", "surgeon.commands.searching")  # not from the current fold
 
 
 def join_search(model: str | Path | Model, options: Question, worker: int) -> SearchResult | None:
-    """Work on a search until nothing is left to try.
-
-    Args:
-        worker: number of this process among a machine's workers: 0 starts the others, and ends the search; the others
-            return None.
-    """
+    """Work on a search until nothing is left to try: worker 0 starts the others and ends it; the others return None."""
     until = None if options.minutes is None else time.monotonic() + 60 * options.minutes
     # What cannot be had is said before a large model is loaded.
     opened, options, pricing = open_question(model, options)
@@ -290,7 +285,6 @@ def end_search(
 
     Args:
         tables: of trials and terms.
-        unseen: the held-out text.
         heal: text, steps and batch of a healing of the finalists before the last choice among them.
     """
     settings = question.settings
@@ -412,11 +406,7 @@ def heal_finalists(
 
 
 def require_text_to_heal(model: Model, data: str, steps: int, batch: int, searched: Windows, unseen: Windows) -> None:
-    """Refuse too little text, and text that is searched or judged on.
-
-    Raises:
-        ValueError: with the reason.
-    """
+    """Refuse too little text, and text that is searched or judged on."""
     window = unseen.ids.shape[1]
     tokens = (steps * batch + 1) * window  # `heal` holds one window out
     text = load_windows(model.tokenizer, data, window, tokens, searched.separator, at_most=True)

@@ -43,12 +43,7 @@ _SEAL = re.compile(r"<!-- written by surgeon [\w.+-]+; sha256 of what stands abo
 
 
 def open_edited(folder: Path) -> Surgery:
-    """Describe a checkpoint that `surgeon export` wrote.
-
-    Raises:
-        FileNotFoundError: if there is no such folder.
-        ValueError: if it is no such checkpoint, or damaged.
-    """
+    """Describe a checkpoint that `surgeon export` wrote."""
     found = describe(folder)
     if not found.report:
         raise ValueError(f"{folder} has no surgeon.json; cards are for checkpoints that surgeon export has written")
@@ -91,11 +86,7 @@ def write_card(folder: Path, name: str, measured: Sequence[CardScore] = ()) -> I
 
 
 def require_own_card(folder: Path) -> None:
-    """Refuse to replace a card that somebody else has written or changed.
-
-    Raises:
-        FileExistsError: if the folder has one.
-    """
+    """Refuse to replace a card that somebody else has written or changed."""
     path = folder / CARD_FILE
     if not path.exists():
         return

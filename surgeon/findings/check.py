@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 import pandas as pd
@@ -108,28 +109,8 @@ class Check(RunResult):
 
 
 FAMILY_AREAS = AREAS[1:-1]
+PAGE = Path(__file__).parent / "html" / "families.md"
 HEAD = ("family", "model_type", "scan", "search", "ranks", "pairs", "on vLLM", "low rank")
-PAGE = """\
-# Models
-
-What surgeon does with each family: programs of every operation are put to the code that would refuse them, on the
-default configuration of its architecture. `surgeon check MODEL` says the same of one model, of its config.json alone,
-with reasons and memory. `surgeon families` prints the table; `surgeon families --markdown > docs/models.md` makes this
-page.
-
-Of `surgeon scan --operation all`, the spaces of `surgeon search` and the programs that `surgeon bench --compare` knows
-on ranks, the table says what does not work. `pairs` is the form that LP pairs are exported in; what runs them on vLLM,
-and factors in the place of matrices (`low rank`), is vLLM itself, by the modeling file inside, or surgeon's plugin.
-
-"""
-
-
-AROUND = """
-## Decoders inside others
-
-Of these the text decoder is operated on, and what is around it is written again as it was
-([importing.md](importing.md)).
-"""
 
 
 class FamilyRow(NamedTuple):
@@ -197,10 +178,8 @@ class FamilyTable:
         return aligned([HEAD, *(row.cells(briefly=True) for row in self.rows)], left=range(len(HEAD)))
 
     def markdown(self) -> str:
+        from jinja2 import Template
+
         table = Table("", HEAD, [row.cells() for row in self.rows], left=frozenset(range(len(HEAD)))).markdown
-        around = [f"- **{name}**: {said}" for name, said in self.wrappers.items()]
-        families = []
-        for row in self.rows:
-            families.append(f"- **{row.name}** (`{row.model_type}`): {row.summary}")
-            families += [f"    - {', '.join(f'`{one}`' for one in what)}: {why}" for why, what in row.reasons.items()]
-        return "\n".join([f"{PAGE}{table}\n", *families, AROUND, *around, ""])
+        page = Template(PAGE.read_text(encoding="utf-8"), trim_blocks=True, keep_trailing_newline=True)
+        return page.render(table=table, rows=self.rows, wrappers=self.wrappers)

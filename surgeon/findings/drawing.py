@@ -139,7 +139,6 @@ class Picture:
 
     @property
     def many(self) -> bool:
-        """Whether a map has so many cells that it needs more room."""
         return any(getattr(item, "many", False) for item in self.items)
 
     @property
@@ -220,12 +219,7 @@ def scale(
     zero: bool = False,
     end: float = math.inf,
 ) -> None:
-    """Set an axis around the finite values (those above 0 if it is logarithmic), with ticks at round numbers.
-
-    Args:
-        zero: begin at 0.
-        end: larger values lie beyond the axis.
-    """
+    """Set an axis around the finite values (above 0 if logarithmic) up to an end, with ticks at round numbers."""
     least = -math.inf
     if log:
         least = 0.0
@@ -287,10 +281,8 @@ def points(
 
     Args:
         tips: text of each point.
-        style: number of its colour, dash and mark.
-        colour: in place of the style's, for one of an ordered series.
-        ends: of the 95% interval of each point; NaN where there is none.
-        band: draw intervals as an area along the line.
+        style: number of its colour, dash and mark; `colour` in its place is of an ordered series.
+        ends: of the 95% interval of each point, NaN where there is none; with `band` an area along the line.
     """
     known = ~np.isnan(np.asarray(y, dtype=float))
     x = np.asarray(x, dtype=float)[known]
@@ -334,13 +326,7 @@ def columns_chart(
     caption: str = "",
     log: bool = True,
 ) -> Chart:
-    """Draw columns of a table over its first, the layers, up to 1 or logarithmic.
-
-    Args:
-        lines: words and style of each column.
-        rows: names of the rows in tips.
-        titles: of the chart and of its axes.
-    """
+    """Draw columns of a table over its first, the layers, up to 1 or logarithmic; lines have words and a style."""
     title, x, y = titles
     layers = table.iloc[:, 0]
     named = list(rows)
@@ -383,7 +369,7 @@ def bars(axes: Axes, names: Sequence[str], parts: Sequence[tuple[str, int, Any]]
     """Draw a horizontal bar for each name, the first on top, of parts end to end, with a note behind it.
 
     Args:
-        parts: words for each, its colour's number, and its length in each bar.
+        parts: words, number of the colour, and length in each bar.
     """
     places = np.arange(len(names))
     ends = np.zeros(len(names))

@@ -57,7 +57,7 @@ def damage(ratio: Any) -> Any:
 
 
 def colours() -> Colormap:
-    """From dark for little to bright for much, and a paler one beyond; without a cell the axes are seen."""
+    """From dark for little to bright for much, and a paler one beyond."""
     return matplotlib.colormaps[COLOURS].with_extremes(bad=(0, 0, 0, 0), over=BEYOND, under="#2a0134")
 
 
@@ -236,7 +236,6 @@ class Map:
 
     @property
     def table(self) -> Table:
-        """The values, for readers without a pointer."""
         rows = [
             [name_of(name), *("" if math.isnan(value) else number(value) for value in row)]
             for name, row in zip(self.values.index, self.values.to_numpy(dtype=np.float64), strict=True)

@@ -101,12 +101,7 @@ class CardScore:
 
 
 def read_measured(paths: Sequence[Path], identity: Identity) -> tuple[CardScore, ...]:
-    """Read result files, or all that lie in folders.
-
-    Raises:
-        FileNotFoundError: if there is no such file or folder.
-        ValueError: if one holds no results, is damaged, or was measured on something else.
-    """
+    """Read result files, or all that lie in folders; a ValueError names one that is damaged or of something else."""
     scores: list[CardScore] = []
     for file in (file for path in paths for file in _files(path)):
         record = read_record(file)

@@ -59,7 +59,7 @@ def inline_svg(figure: Figure, title: str = "", name: str = "", themed: bool = T
     Args:
         title: for screen readers; a drawing without one is hidden from them.
         name: prefix of ids, which must be unique in the page.
-        themed: colours follow the page's light or dark; else they stay, on a light sheet.
+        themed: colours follow the page's light or dark.
     """
     for legend in filter(None, (axes.get_legend() for axes in figure.axes)):
         legend.set_visible(False)
@@ -290,11 +290,7 @@ def chapters_of(paths: Iterable[Path]) -> list[Chapter]:
 
 
 def read_runs(path: Path) -> list[RunResult]:
-    """Read all runs of a folder, or the one whose record the path is.
-
-    Raises:
-        FileNotFoundError, ValueError: if the folder, a record or a file of a run is missing or damaged.
-    """
+    """Read all runs of a folder, or the one whose record the path is."""
     if not path.exists():
         raise FileNotFoundError(f"no folder {path}; give folders that surgeon commands wrote")
     files = [path] if path.is_file() else sorted(path.iterdir())

@@ -43,12 +43,7 @@ _INCHES = 0.95  # per unit
 
 
 def program_figure(program: Program, num_layers: int, steps_per_layer: int, title: str = "") -> Figure:
-    """The picture, on axes whose units are steps.
-
-    Args:
-        num_layers: of the unedited model.
-        steps_per_layer: of its family.
-    """
+    """The picture, on axes whose units are steps; sizes are those of the unedited model."""
     items = list(outline(program, num_layers, steps_per_layer))
     rows = _rows(items)
     heights = [(_height(row, 1), _height(row, -1)) for row in rows]

@@ -190,11 +190,7 @@ class RunResult:
 
     @classmethod
     def facts(cls, record: dict[str, Any], file: Path) -> dict[str, Any]:  # noqa: ARG003
-        """Fields from the record in a file, by name.
-
-        Raises:
-            ValueError: naming the file, if they are not there.
-        """
+        """Fields from the record in a file, by name; a ValueError names the file if they are not there."""
         return {}
 
     @classmethod
@@ -305,11 +301,7 @@ class RunResult:
 
 
 def base_of(record: dict[str, Any], file: Path, command: str) -> float:
-    """The unedited model's perplexity.
-
-    Raises:
-        ValueError: if the record has none.
-    """
+    """The unedited model's perplexity; a ValueError names a record without one."""
     base = record.get("base_perplexity")
     if not isinstance(base, int | float) or not base > 0:
         raise ValueError(f"{file} has no base_perplexity above 0; run surgeon {command} again")
@@ -318,11 +310,7 @@ def base_of(record: dict[str, Any], file: Path, command: str) -> float:
 
 @contextmanager
 def named(file: Path, command: str) -> Iterator[None]:
-    """Name the file in errors about its contents.
-
-    Raises:
-        ValueError: as it was, if it names the file or its folder already.
-    """
+    """Name the file in errors about its contents."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

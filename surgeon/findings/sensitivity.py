@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -69,13 +69,13 @@ class Sensitivity(RunResult):
             "Each pair of neighbouring layers alone as an LP pair: the bound on its local error from appendix A of the "
             "Layer Parallelism paper, its first-order size, what it is, and what it does to the predictions."
         )
-        relative = "error / norm of the stream"
-        caption = "Relative to the stream after the pair."
-        charts = [_by_pair(table, _LINES, relative, "Error of a pair: bound and measured", caption)]
-        charts.append(_bound_and_damage(table))
-        damage = {"divergence": ("divergence", 0)}
-        charts.append(_by_pair(table, damage, "divergence (nats per token)", "Damage of a pair", ""))
-        yield Picture(charts, name="sensitivity")
+        named = [f"pair {_pair(row)}" for _, row in table.iterrows()]
+        first = "first layer of the pair"
+        titles = ("Error of a pair: bound and measured", first, "error / norm of the stream")
+        error = columns_chart(table, _LINES, named, titles, "Relative to the stream after the pair.")
+        titles = ("Damage of a pair", first, "divergence (nats per token)")
+        damage = columns_chart(table, {"divergence": ("divergence", 0)}, named, titles)
+        yield Picture([error, _bound_and_damage(table), damage], name="sensitivity")
         if len(self.correlations):
             yield _correlations(self.correlations)
 
@@ -118,11 +118,6 @@ class Sensitivity(RunResult):
 
 def _pair(row: Any) -> str:
     return f"{int(row['first'])}+{int(row['last'])}"
-
-
-def _by_pair(table: pd.DataFrame, lines: Mapping[str, tuple[str, int]], y: str, title: str, caption: str) -> Chart:
-    named = (f"pair {_pair(row)}" for _, row in table.iterrows())
-    return columns_chart(table, lines, named, (title, "first layer of the pair", y), caption)
 
 
 def _bound_and_damage(table: pd.DataFrame) -> Chart:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.colors import Normalize
 
 from surgeon.findings.blocks import Block, Finding, Paragraph, Table
-from surgeon.findings.drawing import Chart, Picture, columns_chart
+from surgeon.findings.drawing import Picture, columns_chart
 from surgeon.findings.maps import Legend, Map, map_cells
 from surgeon.findings.result import RunResult, TableFile
 from surgeon.language.operations.declare import HEATMAPS
@@ -75,11 +75,13 @@ class Similarity(RunResult):
         )
         influence = "Block influence is 1 minus the mean cosine between the streams before and after the layer."
         near = "Near 1: the layer hardly needs it."
-        charts = [
-            _chart(self.layers, CKA, "CKA", "CKA with and without the layer before", near),
-            _chart(self.layers, SIZES, "share of the stream", "How much a layer changes the stream", influence),
-        ]
-        yield Picture(charts, name="similarity")
+        named = [f"layer {layer}" for layer in self.layers["layer"]]
+        cka = columns_chart(
+            self.layers, CKA, named, ("CKA with and without the layer before", "layer", "CKA"), near, False
+        )
+        titles = ("How much a layer changes the stream", "layer", "share of the stream")
+        sizes = columns_chart(self.layers, SIZES, named, titles, influence)
+        yield Picture([cka, sizes], name="similarity")
         if len(self.distances):
             yield Picture([_distances(self.distances)], name="distances")
         if len(self.proxies):
@@ -99,8 +101,11 @@ class Similarity(RunResult):
                 f"{number(float(most.iloc[-1]), 3)})."
             )
             yield Finding("Who needs the layer before", text)
-        if len(self.proxies) and len(rho := _ranked(self.proxies)):
-            yield _best_proxy(rho)
+        if len(self.proxies):
+            rows = self.proxies[self.proxies["damage"] == _DAMAGE]
+            rho = rows.pivot_table(index=["proxy", "aggregate"], columns="operation", values="rho", sort=False)
+            if len(rho):
+                yield _best_proxy(rho)
 
     def missing(self) -> Iterator[str]:
         if self.proxies.empty:
@@ -110,11 +115,6 @@ class Similarity(RunResult):
         if self.proxies.empty:
             return ""
         return str(_best_proxies(self.proxies))
-
-
-def _chart(layers: pd.DataFrame, measures: Mapping[str, tuple[str, int]], y: str, title: str, caption: str) -> Chart:
-    named = (f"layer {layer}" for layer in layers["layer"])
-    return columns_chart(layers, measures, named, (title, "layer", y), caption, measures is SIZES)
 
 
 def _distances(table: pd.DataFrame) -> Map:
@@ -132,13 +132,6 @@ def _distances(table: pd.DataFrame) -> Map:
     title = "Angle between the streams before and after a stretch"
     caption = "Angular distance over all tokens; dark stretches hardly turn the stream. 0.5 is at right angles."
     return Map(title, values, colours, ("last layer", "first layer"), cells, caption=caption, legend=legend)
-
-
-def _ranked(table: pd.DataFrame) -> pd.DataFrame:
-    """Rank correlations with the divergence: a row per proxy and aggregate, a column per operation, the best first."""
-    rows = table[table["damage"] == _DAMAGE]
-    rho = rows.pivot_table(index=["proxy", "aggregate"], columns="operation", values="rho", sort=False)
-    return rho.loc[rho.mean(axis=1).sort_values(ascending=False, kind="stable").index]
 
 
 def _name(key: Any) -> str:
@@ -169,7 +162,7 @@ def _best_proxies(table: pd.DataFrame) -> Table:
 
 
 def _best_proxy(rho: pd.DataFrame) -> Finding:
-    means = rho.mean(axis=1)
+    means = rho.mean(axis=1).sort_values(ascending=False, kind="stable")
     name = _name(means.index[0])
     kinds = listed(HEATMAPS[name].title for name in rho.columns)
     text = (

@@ -173,18 +173,9 @@ def scores(results: dict[str, Any]) -> list[Score]:
 def write_results(
     folder: Path, results: dict[str, Any], record: dict[str, Any], with_samples: bool = False
 ) -> tuple[Path, ...]:
-    """Write results_<time>.json as lm-eval does, and the numbers of the table as CSV; with samples_<task>_<time>.jsonl.
+    """Write results_<time>.json as lm-eval does, the table's numbers as CSV, and samples_<task>_<time>.jsonl.
 
     Provenance goes under the key "surgeon". Every file is whole or not there; the results mark the end.
-
-    Args:
-        results: of `surgeon.quality.tasks.run_tasks`.
-
-    Returns:
-        The JSON file, and the CSV file.
-
-    Raises:
-        OSError: if a file cannot be written.
     """
     from lm_eval.utils import handle_non_serializable, hash_string, sanitize_list, sanitize_task_name
 

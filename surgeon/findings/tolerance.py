@@ -75,11 +75,7 @@ def changed_layers(operation: str, first: int, last: int) -> int:
 
 
 def depth_saved(operation: str, layers: int, steps_per_layer: int | None) -> float | None:
-    """The effective depth that an operation on so many layers saves; None if it cannot be told.
-
-    Args:
-        steps_per_layer: 1 where attention and MLP read the same stream; None where that is not known.
-    """
+    """The effective depth that an operation on so many layers saves; None if it cannot be told."""
     if layers < 1:
         return None
     known = [steps_per_layer] if steps_per_layer in (1, 2) else [1, 2]

@@ -90,7 +90,8 @@ def loss_chart(training: pd.DataFrame) -> Chart:
     few = len(training) <= _MEANS
     drawn = training
     if not few:
-        drawn = _means(training, list(parts))
+        places = pd.Series(range(len(training)), index=training.index) // math.ceil(len(training) / _MEANS)
+        drawn = training.groupby(places).agg({"step": "last", **dict.fromkeys(parts, "mean")})
 
     def draw(axes: Axes) -> None:
         _steps_across(axes, training["step"])
@@ -111,12 +112,7 @@ def loss_chart(training: pd.DataFrame) -> Chart:
 
 
 def held_out_charts(runs: Mapping[str, TrainingRun], together: str = "") -> Iterator[Chart]:
-    """Perplexity and divergence on held-out text, a line for each run by its name.
-
-    Args:
-        runs: of one kind.
-        together: ends the titles of charts of several runs.
-    """
+    """Perplexity and divergence on held-out text, a line for each run by its name; `together` ends the titles."""
     has_divergence = any(run.held_out["divergence"].notna().any() for run in runs.values())
     for name in ("perplexity", "divergence") if has_divergence else ("perplexity",):
         yield _held_out_chart(name, runs, together)
@@ -176,11 +172,6 @@ def _span_of(values: Sequence[float]) -> float:
 def _tips(training: pd.DataFrame, column: str, words: str) -> list[str]:
     rows = zip(training["step"], training[column], strict=True)
     return [f"step {step:g}: {words} {number(value)}" for step, value in rows]
-
-
-def _means(training: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
-    parts = pd.Series(range(len(training)), index=training.index) // math.ceil(len(training) / _MEANS)
-    return training.groupby(parts).agg({"step": "last", **dict.fromkeys(columns, "mean")})
 
 
 def _steps_across(axes: Axes, steps: pd.Series[float]) -> None:

@@ -237,7 +237,17 @@ def quality_chart(along: str, quality: pd.DataFrame) -> Chart:
             points(axes, knees["cost"], knees["divergence"], tips, _KNEE, "knee", line=False)
             if {"knee_low", "knee_high"} <= set(knees):  # its 95% interval, by resampling windows
                 axes.hlines(knees["divergence"], knees["knee_low"], knees["knee_high"], COLOURS[_KNEE], alpha=0.5, lw=3)
-        _dearest_left(axes, along, quality["cost"])
+        # The unedited model's cost is on the left.
+        costs = quality["cost"].tolist() or [0.0, 1.0]
+        low = min(costs)
+        high = max(costs)
+        if along == "depth":
+            layers_across(axes, math.floor(low), math.ceil(high))
+        else:
+            room = 0.02 * (high - low) or 0.02 * abs(high) or 1.0
+            scale(axes, "x", [low - room, high + room])
+        if along.partition("@")[0] != "speedup":
+            axes.set_xlim(*reversed(axes.get_xlim()))
         _label_cost(axes.xaxis, along)
 
     of_each = ""
@@ -247,17 +257,6 @@ def quality_chart(along: str, quality: pd.DataFrame) -> Chart:
     title = f"The front: divergence against {_COSTS.get(along, along)}"
     name = "quality-against-" + re.sub(r"[^\w.-]+", "-", along)
     return Chart(title, draw, "", UNITS["divergence"], caption, name)
-
-
-def _dearest_left(axes: Axes, along: str, costs: pd.Series[Any]) -> None:
-    ends = [costs.min(), costs.max()] if len(costs) else [0.0, 1.0]
-    if along == "depth":
-        layers_across(axes, math.floor(ends[0]), math.ceil(ends[1]))
-    else:
-        room = 0.02 * (ends[1] - ends[0]) or 0.02 * abs(ends[1]) or 1.0
-        scale(axes, "x", [ends[0] - room, ends[1] + room])
-    if along.partition("@")[0] != "speedup":
-        axes.set_xlim(*reversed(axes.get_xlim()))
 
 
 def _label_cost(axis: Axis, name: str) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -276,10 +276,6 @@ class Choices:
             self.state.service.cancel(self._open.popitem()[1])
 
 
-class ClientGone(Exception):
-    """The client has closed its connection."""
-
-
 async def complete(request: Request, state: ServerState, body: CompletionBody) -> Response:
     """Answer /v1/completions."""
     body.check()
@@ -322,7 +318,7 @@ async def _answer(request: Request, state: ServerState, body: Body, prompts: lis
             chunks = _chunks(request.scope, choices, answers, style, body, first)
             return _EventStream(chunks, choices)
         await _unless_gone(request, _collect(choices, answers, first))
-    except ClientGone:
+    except ClientDisconnect:
         choices.close()
         return Response(status_code=GONE)
     except BaseException:
@@ -401,7 +397,7 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> R
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise ClientGone
+        raise ClientDisconnect
     finally:
         for each in (task, gone):
             each.cancel()

@@ -135,13 +135,7 @@ class Body(BaseModel):
         return None
 
     def sampling(self, prompt: int, room: int, defaults: Defaults) -> Sampling:
-        """Sampling for a prompt.
-
-        Args:
-            prompt: its number of tokens.
-            room: tokens of prompt and answer together.
-            defaults: the model's own, for fields that the request leaves out.
-        """
+        """Sampling for a prompt of so many tokens, with room for more, and the model's own defaults."""
         own = {name: getattr(self, name) for name in ("temperature", "top_p", "min_p", "repetition_penalty", "seed")}
         own |= {
             "top_k": 0 if self.top_k == -1 else self.top_k,  # other servers take -1 for all of them

@@ -211,11 +211,7 @@ FAILED_SECONDS = 3  # the same after a failure; their answers are errors
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Take a port and listen to it, however long the model takes to load; clients that come before `run` are answered.
-
-    Args:
-        port: 0 takes any that is free.
-    """
+    """Take a port (0: any) and listen to it; clients that come before `run` are answered when the model is loaded."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
@@ -292,12 +288,7 @@ class _Server(uvicorn.Server):
 
 
 def run(state: ServerState, bound: socket.socket, started: Callable[[], None]) -> None:
-    """Answer requests until the process is told to end.
-
-    Args:
-        bound: from `bind`.
-        started: called when the first request can be answered.
-    """
+    """Answer requests at a bound port until the process is told to end."""
     patience = patience_for(files_left())
     config = uvicorn.Config(
         make_app(state),

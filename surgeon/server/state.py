@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -189,10 +190,11 @@ def guarded(app: ASGIApp, state: ServerState) -> ASGIApp:
 def _refusal(scope: Scope, state: ServerState) -> ApiError | None:
     if not scope["path"].startswith(GUARDED):
         return None
-    kind, _, sent = _header(scope, b"authorization").partition(b" ")
+    headers = Headers(scope=scope)
+    kind, _, sent = headers.get("authorization", "").partition(" ")
     # The comparison takes as long for a wrong first character as for a wrong last one.
     if state.key is not None and not (
-        hmac.compare_digest(sent.strip(), state.key.encode()) and kind.lower() == b"bearer"
+        hmac.compare_digest(sent.strip().encode("latin-1"), state.key.encode()) and kind.lower() == "bearer"
     ):
         return ApiError(
             401,
@@ -200,8 +202,8 @@ def _refusal(scope: Scope, state: ServerState) -> ApiError | None:
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
-    length = _header(scope, b"content-length")
-    if length.isdigit() and int(length) > MOST_BYTES:
+    length = headers.get("content-length", "")
+    if length.isdecimal() and int(length) > MOST_BYTES:
         return too_large()
     if state.service.failure is not None:
         return failed(state.service.failure)
@@ -213,11 +215,6 @@ def _refusal(scope: Scope, state: ServerState) -> ApiError | None:
 def too_large() -> ApiError:
     """413: a body nobody wants to read."""
     return ApiError(413, f"the body is larger than {MOST_BYTES >> 20} MB")
-
-
-def _header(scope: Scope, name: bytes) -> bytes:
-    found: bytes = next((value for key, value in scope["headers"] if key == name), b"")
-    return found
 
 
 def check_origin(origin: str) -> str:

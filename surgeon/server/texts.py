@@ -52,14 +52,7 @@ class Texts:
         self._pieces: dict[int, str] = {}
 
     def prompt(self, given: str | list[int], most: int) -> Prompt:
-        """The prompt of a completion, as text or as token ids.
-
-        Args:
-            most: its tokens at most; a text far longer than these is not looked at any further.
-
-        Raises:
-            ApiError: if it has no tokens, certainly too many, or is not text.
-        """
+        """The prompt of a completion; of a text far longer than `most` tokens no more is looked at."""
         if isinstance(given, str):
             tokens = self._encode(given, "prompt", most)
             text = given
@@ -100,12 +93,7 @@ class Texts:
         return replace(prompt, offsets=offsets)
 
     def chat(self, messages: list[dict[str, Any]], most: int, variables: dict[str, Any] | None = None) -> Prompt:
-        """The messages in the model's own chat template, up to where its answer begins.
-
-        Args:
-            most: their tokens at most.
-            variables: of the template (chat_template_kwargs), such as enable_thinking.
-        """
+        """The messages in the model's chat template, up to where its answer begins; variables are the template's."""
         if not self.tokenizer.chat_template:
             raise invalid("this model has no chat template (it is no chat model); use /v1/completions", "messages")
         if not messages:

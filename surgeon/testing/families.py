@@ -119,7 +119,6 @@ class FamilyContract:
 
     @pytest.mark.parametrize("name", EDITS)
     def test_edits_equal_their_equations(self, model: PreTrainedModel, ids: Tensor, name: str) -> None:
-        """Over the model's own sublayers, and over those of the plain computation."""
         edited = _edited(restore(model), name)
         found = logits_of(edited, ids)
         own = Sublayers(restore(edited), ids)
@@ -254,7 +253,6 @@ class FamilyContract:
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_projections_are_found_where_they_are_packed(self, model: PreTrainedModel, kind: str) -> None:
-        """Each projection's matrix: its product against its module's features, and packed again."""
         family = family_of(model.config)
         whole = Sublayer(kind, (1,))
         spec = family.spec(kind, 1)
@@ -320,7 +318,6 @@ class FamilyContract:
     def test_an_export_with_the_program_loads_again(
         self, model: PreTrainedModel, ids: Tensor, name: str, tmp_path: Path
     ) -> None:
-        """Or, for architectures that the modeling file does not know, says so."""
         model.save_pretrained(tmp_path / "source")
         expected = logits_of(_edited(model, name), ids)
         model_type = model.config.model_type

@@ -164,11 +164,7 @@ class SpaceContract:
 
 
 def check_choice(mixture: Mixture, choice: Sequence[Edit], written: bool = True) -> None:
-    """Check that a choice gives a program, the same in any order, and as text; and, if asked for, as a recipe.
-
-    Raises:
-        AssertionError: if it does not, naming the choice.
-    """
+    """Check that a choice gives a program, the same in any order, and as text; and, if asked for, as a recipe."""
     shown = ", ".join(map(str, choice))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
