@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 from surgeon.words import WIDTH, aligned, hanging
 
@@ -15,7 +15,6 @@ _SHORTEST = 12  # characters that names are cut down to
 class Paragraph:
     """Running text."""
 
-    kind: ClassVar[str] = "paragraph"
     text: str
 
 
@@ -31,7 +30,6 @@ class Table:
         marked: (row, column) of cells that stand out.
     """
 
-    kind: ClassVar[str] = "table"
     caption: str
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -71,7 +69,6 @@ class Table:
 class Code:
     """A text as in a file, or a command."""
 
-    kind: ClassVar[str] = "code"
     caption: str
     text: str
     note: str = ""
@@ -84,10 +81,7 @@ def record_codes(record: Mapping[str, Any], **captions: str) -> Iterator[Code]:
             yield Code(caption, str(record[name]))
 
 
-class Block(Protocol):
-    """Anything that a section shows."""
-
-    kind: ClassVar[str]
+Block = object  # of a section: those here, charts and drawings, maps, and pictures
 
 
 @dataclass(frozen=True)

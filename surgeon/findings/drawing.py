@@ -71,7 +71,6 @@ class Chart:
         height: in points.
     """
 
-    kind: ClassVar[str] = "chart"
     themed: ClassVar[bool] = True
     wide: ClassVar[bool] = False
     title: str
@@ -117,7 +116,6 @@ class Chart:
 class Drawing:
     """A figure as it is, on a light sheet of the page."""
 
-    kind: ClassVar[str] = "chart"
     themed: ClassVar[bool] = False
     wide: ClassVar[bool] = True
     figure: Figure
@@ -130,7 +128,6 @@ class Drawing:
 class Picture:
     """Panels side by side, under one heading and one legend of colours; a file of this name."""
 
-    kind: ClassVar[str] = "gallery"
     items: Sequence[Any]
     caption: str = ""
     name: str = ""

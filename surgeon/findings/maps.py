@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -154,7 +154,6 @@ class Map:
         flat: width of a map with few, named rows, whose cells are wider than high: `WIDE` or `HALF`.
     """
 
-    kind: ClassVar[str] = "map"
     title: str
     values: pd.DataFrame
     scale: Normalize

@@ -12,7 +12,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from surgeon.findings.result import SHORT_HASH, read_record
+from surgeon.findings.result import SHORT_HASH, named, read_record
 from surgeon.findings.tasks import PROVENANCE_KEY, scores
 from surgeon.language.program import Program
 from surgeon.named import public
@@ -25,10 +25,6 @@ PATTERNS = (TEXT_FILE, TASK_FILES, SEARCH_FILE)
 PERPLEXITY = "perplexity"
 DIVERGENCE = "divergence"
 _LONGEST_PROGRAM = 80  # characters of it in an error
-
-
-class MeasuredElsewhere(ValueError):
-    """Results of another model, or of another program."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +53,7 @@ class Identity:
         """Whether a measurement is of the checkpoint, and not of its unedited source.
 
         Raises:
-            MeasuredElsewhere: if it is of neither, saying of which.
+            ValueError: if it is of neither, saying of which.
         """
         if (model_hash, program) == (self.model_hash, self.program):
             return True
@@ -66,13 +62,13 @@ class Identity:
         if (model_hash, program) == (self.source_hash, self.source_program):
             if not self.trained:
                 return True
-            raise MeasuredElsewhere(
+            raise ValueError(
                 f"{path} was measured on the source of {self.name} under its program, and {self.name} was trained "
                 "since; measure it itself"
             )
         if model_hash in (self.model_hash, self.source_hash):
             text = shorten(str(program), _LONGEST_PROGRAM, placeholder="...")
-            raise MeasuredElsewhere(f"{path} was measured under another program than that of {self.name}: {text}")
+            raise ValueError(f"{path} was measured under another program than that of {self.name}: {text}")
         own = "its source is not known"
         if self.source_hash is not None:
             own = f"its source has {_short(self.source_hash)}"
@@ -80,7 +76,7 @@ class Identity:
             own = f"it has {_short(self.model_hash)}, {own}"
         else:
             own += "; what was measured on an exported checkpoint itself is for surgeon card"
-        raise MeasuredElsewhere(f"{path} was measured on another model ({_short(model_hash)}) than {self.name}: {own}")
+        raise ValueError(f"{path} was measured on another model ({_short(model_hash)}) than {self.name}: {own}")
 
 
 @dataclass(frozen=True)
@@ -106,14 +102,8 @@ def read_measured(paths: Sequence[Path], identity: Identity) -> tuple[CardScore,
     for file in (file for path in paths for file in _files(path)):
         record = read_record(file)
         kind, read = _reader(file, record)
-        try:
+        with named(file, kind):
             scores += read(file, record, identity)
-        except MeasuredElsewhere:
-            raise
-        except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
-            raise ValueError(
-                f"{file} is not what surgeon {kind} writes ({type(error).__name__}: {error}); make it again"
-            ) from error
     # Of what was measured twice the later one counts.
     return tuple({(one.edited, one.metric, one.key): one for one in scores}.values())
 

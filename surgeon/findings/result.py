@@ -314,7 +314,8 @@ def named(file: Path, command: str) -> Iterator[None]:
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        if isinstance(error, ValueError) and str(file.parent) in str(error):
+        names = {str(file), str(file.parent)} - {"."}
+        if isinstance(error, ValueError) and any(name in str(error) for name in names):
             raise
         raise ValueError(
             f"{file}, or a table beside it, holds what surgeon {command} does not write "
