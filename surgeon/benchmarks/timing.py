@@ -114,7 +114,7 @@ class PassRecorder:
     starting: list[float] = field(default_factory=list)
     waiting: float = 0.0
 
-    def close(self, decode: bool, tokens: int, began: float, ended: float, sent: Sequence[Counts]) -> None:
+    def close(self, decode: bool, tokens: int, began: float, ended: float, sent: tuple[Counts, Counts]) -> None:
         """End a pass, which sent the collectives of the program's steps, and those of the vocabulary."""
         waiting = self.waiting if self.marking else None
         starting = fmean(self.starting or [0.0])

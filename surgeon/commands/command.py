@@ -154,7 +154,7 @@ def declared(function: Callable[..., Any]) -> list[CommandParameter]:
 @cache
 def _declared(function: Callable[..., Any]) -> list[CommandParameter]:
     names = _Names(function.__globals__, globals(), vars(builtins))
-    found = []
+    found: list[CommandParameter] = []
     for name, parameter in inspect.signature(function).parameters.items():
         hint = _evaluated(parameter.annotation, names)
         if get_origin(hint) is Unpack:
@@ -180,8 +180,10 @@ def _parameter(name: str, annotation: Any, names: Mapping[str, Any], default: An
     if get_origin(hint) is not Annotated:
         return None
     kind, *notes = get_args(hint)
-    note = next((note for note in notes if isinstance(note, Declaration)), None)
-    return note and CommandParameter(name, _evaluated(kind, names), default, note)
+    for note in notes:
+        if isinstance(note, Declaration):
+            return CommandParameter(name, _evaluated(kind, names), default, note)
+    return None
 
 
 def _unpacked(function: Callable[..., Any], options: Sequence[CommandParameter]) -> inspect.Signature:

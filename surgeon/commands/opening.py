@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from surgeon.analysis.factors.factor_plan import plan_factors
 from surgeon.checkpoint.random_weights import RandomCheckpoint
@@ -20,8 +20,6 @@ from surgeon.named import is_gguf, is_recipe, on_disk
 from surgeon.opened import EditedModel, Model, open_model
 from surgeon.runtime.service_options import CODA, LOOKUP, ServiceOptions
 from surgeon.runtime.worker.options import RankOptions
-
-One = TypeVar("One")
 
 
 def as_range(layers: range | str | None) -> range | None:
@@ -42,11 +40,11 @@ def as_list(given: str | float | Path | Program | Sequence[Any]) -> list[str]:
     return [str(one) for one in given]
 
 
-def as_several(given: One | Sequence[One]) -> Sequence[One]:
+def as_several(given: Any) -> Sequence[Any]:
     """A sequence of one value or several."""
     if isinstance(given, Sequence) and not isinstance(given, str):
         return given
-    return [cast("One", given)]
+    return [given]
 
 
 def name_of(model: object) -> str:

@@ -182,4 +182,4 @@ class FamilyTable:
 
         table = Table("", HEAD, [row.cells() for row in self.rows], left=frozenset(range(len(HEAD)))).markdown
         page = Template(PAGE.read_text(encoding="utf-8"), trim_blocks=True, keep_trailing_newline=True)
-        return page.render(table=table, rows=self.rows, wrappers=self.wrappers)
+        return str(page.render(table=table, rows=self.rows, wrappers=self.wrappers))

@@ -238,14 +238,14 @@ def quality_chart(along: str, quality: pd.DataFrame) -> Chart:
             if {"knee_low", "knee_high"} <= set(knees):  # its 95% interval, by resampling windows
                 axes.hlines(knees["divergence"], knees["knee_low"], knees["knee_high"], COLOURS[_KNEE], alpha=0.5, lw=3)
         # The unedited model's cost is on the left.
-        costs = quality["cost"].tolist() or [0.0, 1.0]
-        low = min(costs)
-        high = max(costs)
+        costs = [*map(float, quality["cost"])] or [0.0, 1.0]
+        least = min(costs)
+        most = max(costs)
         if along == "depth":
-            layers_across(axes, math.floor(low), math.ceil(high))
+            layers_across(axes, math.floor(least), math.ceil(most))
         else:
-            room = 0.02 * (high - low) or 0.02 * abs(high) or 1.0
-            scale(axes, "x", [low - room, high + room])
+            room = 0.02 * (most - least) or 0.02 * abs(most) or 1.0
+            scale(axes, "x", [least - room, most + room])
         if along.partition("@")[0] != "speedup":
             axes.set_xlim(*reversed(axes.get_xlim()))
         _label_cost(axes.xaxis, along)
