@@ -12,6 +12,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 
+from surgeon.findings.bench import passes_table
 from surgeon.findings.blocks import Block, Finding, Paragraph, Table
 from surgeon.findings.drawing import Chart, Picture, bars, points, scale
 from surgeon.findings.maps import Legend, Map, map_cells
@@ -63,10 +64,17 @@ class Predictions(RunResult):
 
     def __str__(self) -> str:
         tables = [self._cells()]
+        speeds = self.speeds
         if not self.record["swept"]:
-            tables.append(self._passes())
-            if self.speeds["program"].nunique() > 1:
-                tables.append(self._ratios())
+            parts = ("compute, ms", "launch, ms", "comm., ms", "hidden, ms")
+            tables.append(passes_table("Where the time of a pass goes", speeds, parts, _spent))
+            if speeds["program"].nunique() > 1:
+                ratios = [
+                    [row["program"], str(row["batch"]), *(times(row[name]) for name in SPEEDUPS)]
+                    for _, row in speeds.iterrows()
+                ]
+                head = ["program", "batch", "first token", "per token", "tokens/s"]
+                tables.append(Table(f"Times as fast as {speeds['program'].iloc[0]}", head, ratios))
         if "refused" in self.record:
             tables.append(self._drafting())
         return "\n\n".join([hanging("", self.heading), *map(str, tables)])
@@ -93,28 +101,6 @@ class Predictions(RunResult):
         notes += [f"refused: {reason}" for reason in refused["refused"].drop_duplicates()]
         head = ["program", *axes, "first token, ms", "per token, ms", "tokens/s", "speedup", "comm.", "memory"]
         return Table("Every prediction", head, rows, "\n".join(notes), folded=len(rows) > 24)
-
-    def _passes(self) -> Table:
-        rows = []
-        for _, row in self.speeds.iterrows():
-            for phase in ("prefill", "decode"):
-                if math.isnan(row[f"{phase}_compute_ms"]):
-                    continue
-                hidden = max(0.0, row[f"{phase}_communication_ms"] - row[f"{phase}_exposed_ms"])
-                spent = [number(value, 3) for value in (*(row[f"{phase}_{part}_ms"] for part in PARTS), hidden)]
-                calls = int(row[f"{phase}_all_reduces"] + row[f"{phase}_all_gathers"])
-                counts = [f"{calls}+{int(row[f'{phase}_vocabulary_collectives'])}", show_size(row[f"{phase}_bytes"])]
-                rows.append([row["program"], str(row["batch"]), phase, *spent, *counts])
-        head = ["program", "batch", "pass", "compute, ms", "launch, ms", "comm., ms", "hidden, ms"]
-        return Table("Where the time of a pass goes", [*head, "collectives", "bytes"], rows)
-
-    def _ratios(self) -> Table:
-        rows = [
-            [row["program"], str(row["batch"]), *(times(row[name]) for name in SPEEDUPS)]
-            for _, row in self.speeds.iterrows()
-        ]
-        caption = f"Times as fast as {self.speeds['program'].iloc[0]}"
-        return Table(caption, ["program", "batch", "first token", "per token", "tokens/s"], rows)
 
     def _drafting(self) -> Table:
         asked = ("ranks", "batch", "acceptance", "ahead")
@@ -166,6 +152,11 @@ def words_of(axis: str, value: int) -> str:
     if axis == "new":
         return f"{value} new"
     return f"{axis} {value}"
+
+
+def _spent(row: Any, phase: str) -> list[str]:
+    hidden = max(0.0, row[f"{phase}_communication_ms"] - row[f"{phase}_exposed_ms"])
+    return [number(value, 3) for value in (*(row[f"{phase}_{part}_ms"] for part in PARTS), hidden)]
 
 
 def _pass(table: pd.DataFrame, phase: str) -> Chart:
