@@ -34,9 +34,7 @@ class DecodedTexts:
 
     Attributes:
         tokens: of each text, the new ones.
-        new: tokens of passes behind the prompts'.
-        seconds: of these passes, and of those of drafts.
-        passes: of the model, behind the prompts'.
+        new, seconds, passes: behind the prompts' passes; seconds are those of drafts, too.
         drafted, accepted: tokens.
     """
 
@@ -90,8 +88,7 @@ class MeasuredDrafts:
     """A draft beside no draft.
 
     Attributes:
-        speedup: tokens per second, times those without: the median over rounds.
-        low, high: the least and the most of any round.
+        speedup, low, high: of tokens per second: the median, the least and the most of the rounds.
         accepted: the share of drafted tokens; NaN where none was drafted.
         tokens_per_pass: of a text and a pass of the model.
     """

@@ -38,13 +38,7 @@ PROFILED_TOKENS = 6  # new ones
 
 @dataclass(frozen=True)
 class Needs:
-    """Needs that all programs under measurement have in common.
-
-    Attributes:
-        tokens: of prompt and output together.
-        device: "cpu" or "cuda".
-        ways: of computing; a `kv` of "lowrank" is for those that can.
-    """
+    """Needs that all programs under measurement have in common; a `kv` of "lowrank" is for those that can."""
 
     ranks: int
     tokens: int
@@ -83,8 +77,7 @@ class Split:
     Attributes:
         waiting: in collectives; NaN where that is not known.
         compute: everything else.
-        layers: collectives of the program's steps and forks, of one pass.
-        vocabulary: collectives of the embedding and the output head, of one pass.
+        layers, vocabulary: collectives of steps and forks, and of the embedding and the output head, of one pass.
     """
 
     rank: int
@@ -117,12 +110,10 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Result:
-    """One program under one load.
+    """One program under one load: a measurement and the runs of all ranks for each round.
 
     Attributes:
         connected: whether its ranks wait for each other; without, their results are wrong.
-        rounds: a measurement for each.
-        runs: of each rank, for each round.
     """
 
     name: str
@@ -135,10 +126,9 @@ class Result:
 
 @dataclass(frozen=True)
 class RankBench:
-    """Programs that ranks hold, to be measured against each other.
+    """Programs that ranks hold, by name, to be measured against each other.
 
     Attributes:
-        plans: of the programs, by name.
         unconnected: names of those whose ranks do not wait for each other.
         pass_tokens: of prompts in one pass at most; None for all of them.
     """

@@ -57,12 +57,10 @@ class PassTiming:
 
     Attributes:
         decode: whether it added one token to each text.
-        tokens: that went through it.
         began: when the rank turned to it; on rank 0 the end of the pass before.
         waiting: seconds in collectives, starting them included; None where that cannot be told.
         steps: seconds of each step's computation, in the order of the rank's work; none where that cannot be told.
-        layers: collectives of the program's steps and forks.
-        vocabulary: collectives of the embedding and the output head.
+        layers, vocabulary: collectives of steps and forks, and of the embedding and the output head.
         starting: of waiting, seconds to start a collective, the mean.
         inside: collectives that each step waited for before it had computed its part.
     """
@@ -93,15 +91,13 @@ class RankRun:
 
 @dataclass
 class PassRecorder:
-    """Adds up what happens in a pass.
+    """Adds up a pass, as `PassTiming` has it.
 
     Attributes:
         figures: of the engine, which tell collectives of the vocabulary from others.
         marking: whether steps and exchanges are timed, as the process comes to them.
         what: being computed.
         profiled: whether steps have names in a profile.
-        steps, inside, waiting: of the pass so far, as in `PassTiming`.
-        starting: seconds to start each collective.
     """
 
     figures: Figures

@@ -67,12 +67,7 @@ Question = tuple[str, Callable[[], Said]]
 
 
 class Example(NamedTuple):
-    """A place where a program changes a model.
-
-    Attributes:
-        layers: as Python slices them.
-        times: number of places whose layers are of the same kinds.
-    """
+    """A place where a program changes a model, and the number of places whose layers are of the same kinds."""
 
     layers: str
     program: Program
@@ -81,14 +76,7 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Everything that can be asked of a model.
-
-    Attributes:
-        model: with the shapes of its tensors.
-        ranks: numbers of them.
-        dtype: that ranks compute in.
-        draft: a draft to try for it, if any.
-    """
+    """Everything that can be asked of a model with the shapes of its tensors, on numbers of ranks, in a dtype."""
 
     model: Model
     ranks: Sequence[int]

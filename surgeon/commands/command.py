@@ -43,8 +43,8 @@ class Declaration:
         splits: whether one text of a list may hold several values, with commas between.
         kind: type that the command line reads, in place of the annotation.
         made_by: makes the value of options of the command line, its parameters.
-        default: of a key of a TypedDict, which has no other place for it.
-        python: whether it is of the function alone, no option of the command line.
+        default: of a key of a TypedDict.
+        python: whether it is of the function alone.
         more: for typer; `argument` makes an argument of a parameter with a default.
     """
 

@@ -59,7 +59,6 @@ class ExploreRound(NamedTuple):
     """The sizes of a round.
 
     Attributes:
-        name: of its folder.
         tokens: of the text, in windows of `window`; a search holds out as many.
         every: stretches of layers begin at its multiples, and their lengths are such.
         trials: of the search, at most.
@@ -102,8 +101,7 @@ class Exploring:
 
     Attributes:
         record: as in explore.json; `passes` are those of the page, `done` all that came to their end.
-        begun: when this call began, by `time.monotonic`.
-        before: seconds of earlier calls.
+        begun, before: when this call began, by `time.monotonic`, and seconds of earlier calls.
         steps: by name, their results and seconds, in all calls.
     """
 

@@ -30,12 +30,10 @@ class Exported:
     """A checkpoint that was written and proven.
 
     Attributes:
-        form: its name.
-        reason: for the form, in a sentence.
+        form: its name, with the reason for it.
         program: over the layers of the original.
         depth: number of layers one after the other.
         size: of its weights, in bytes.
-        proof: that it computes what the program does.
     """
 
     folder: Path

@@ -38,14 +38,7 @@ class GeneratedText(Answer):
 
 @dataclass(frozen=True, repr=False)
 class Generation:
-    """Texts that go on from prompts; as text, their figures.
-
-    Attributes:
-        texts: one for each prompt, in their order.
-        plan: the model and the program that the ranks ran.
-        figures: of all passes, by rank.
-        drafts: whether tokens were to be drafted.
-    """
+    """Texts that go on from prompts, in their order, with the figures of all passes, by rank; as text, the figures."""
 
     texts: tuple[GeneratedText, ...]
     plan: Plan
@@ -156,11 +149,6 @@ class _PerPass:
     """Collectives of a forward pass and bytes of a token, on the rank that has the most of them.
 
     Of decoding passes, if there were any: a pass with prompts takes no logits of most of its tokens.
-
-    Attributes:
-        counts: of all passes of that kind.
-        calls: collectives of one.
-        bytes: of one token.
     """
 
     def __init__(self, figures: Sequence[Figures], counts: Callable[[Phase], Counts]) -> None:

@@ -20,14 +20,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 @dataclass(frozen=True)
 class Serving:
-    """A server that answers.
-
-    Attributes:
-        name: of the model, for clients.
-        url: of the API.
-        capacity: of texts.
-        kernels: as of a `Service`.
-    """
+    """A server that answers: the model's name for clients, the API's URL, its capacity and kernels."""
 
     name: str
     url: str

@@ -24,7 +24,7 @@ class Table:
 
     Attributes:
         head: a unit behind a comma stands in a second line on a terminal.
-        rows: cells as text; as many as `head` has, or fewer where the rest is empty.
+        rows: cells as text; fewer than `head` has where the rest is empty.
         left: columns of words, which stand left as the first does.
         folded: shown only when asked for (and on paper if `printed`).
         marked: (row, column) of cells that stand out.
@@ -86,14 +86,7 @@ Block = object  # of a section: those here, charts and drawings, maps, and pictu
 
 @dataclass(frozen=True)
 class Finding:
-    """A sentence of the summary.
-
-    Attributes:
-        lead: its subject, in a few words.
-        text: one or two sentences in plain language.
-        figure: the number to remember, if it stands at the top.
-        label: the figure's meaning.
-    """
+    """A sentence or two of the summary, about a lead; a figure with a label stands at the top."""
 
     lead: str
     text: str

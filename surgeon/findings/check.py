@@ -34,7 +34,7 @@ class Verdict(NamedTuple):
         what: a map of scans, a space of searches, a number of ranks, ...
         works: "yes", "no", or "part" where some of the layers or programs can.
         why: in the words of the code that does it, or that refuses it.
-        bytes: of memory that it takes; NaN where that does not count.
+        bytes: of memory; NaN where that does not count.
     """
 
     area: str

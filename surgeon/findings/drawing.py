@@ -62,10 +62,9 @@ TIPS: WeakKeyDictionary[Artist, Sequence[str]] = WeakKeyDictionary()  # what is 
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines, points or bars.
+    """Lines, points or bars, drawn into axes that have their looks.
 
     Attributes:
-        drawn: fills axes that have their looks.
         x, y: titles of the axes.
         name: of the file; a chart without one is in the file of its picture, or in none.
         height: in points.

@@ -20,13 +20,7 @@ from surgeon.words import hanging
 
 @dataclass(frozen=True)
 class NextStep:
-    """Something worth doing with the findings.
-
-    Attributes:
-        what: in a few words.
-        why: its use, in a sentence or two.
-        command: with the paths that the user gave, to be copied.
-    """
+    """Something worth doing, its use, and its command with the paths that the user gave."""
 
     what: str
     why: str

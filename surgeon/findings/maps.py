@@ -149,9 +149,8 @@ class Map:
         titles: of the columns and of the rows.
         cells: for the page's script (`map_cells`).
         what: name of the values in their table.
-        described: read out in place of the title.
         limit: a line fences in the cells up to this value.
-        flat: width of a map with few, named rows, whose cells are wider than high: `WIDE` or `HALF`.
+        flat: width of a map with few, named rows: `WIDE` or `HALF`.
     """
 
     title: str

@@ -32,12 +32,10 @@ class Identity:
     """The model and programs that measurements must be of.
 
     Attributes:
-        name: of the checkpoint.
-        model_hash: its own; None while it is not written yet.
+        model_hash: of the checkpoint; None while it is not written yet.
         program: over its own layers.
         source_hash: of its source; None if an earlier version's surgeon.json does not have it.
-        source_program: the exported program, over the source's layers.
-        dense: the source's unedited program.
+        source_program, dense: the exported and the unedited program, over the source's layers.
         trained: whether its weights were trained after the edit, so that no measurement of the source's holds.
     """
 
@@ -81,13 +79,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class CardScore:
-    """One number of quality.
-
-    Attributes:
-        edited: of the checkpoint, not of its unedited source.
-        on: the text or task, for people; `key` tells one from another.
-        shown: the value with its uncertainty.
-    """
+    """One number of quality, of the checkpoint or of its unedited source, on a text or task that `key` tells apart."""
 
     edited: bool
     metric: str

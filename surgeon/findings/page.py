@@ -207,11 +207,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Chapter:
-    """Everything about one model: runs of the same weights.
-
-    Attributes:
-        missing: sentences about passes that are not there.
-    """
+    """Everything about one model: runs of the same weights, and sentences about missing ones."""
 
     name: str
     model_hash: str

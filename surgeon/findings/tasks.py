@@ -27,10 +27,9 @@ class Score:
     """One number of one task or group.
 
     Attributes:
-        shots: few-shot examples; None for a group whose tasks have different numbers.
-        filter: lm-eval's filter of a generated text; "none" for scored texts.
-        stderr: standard error, or None where lm-eval knows none.
-        rows: evaluated; None where lm-eval does not say it.
+        shots: None for a group whose tasks have different numbers.
+        filter: lm-eval's, of a generated text; "none" for scored texts.
+        stderr, rows: None where lm-eval does not say them.
     """
 
     task: str

@@ -68,10 +68,9 @@ class Body(BaseModel):
     """The fields that both kinds of requests have; null is the same as nothing.
 
     Attributes:
-        prompt_field: of errors about the prompt.
-        logprobs_field: of errors about the number of log-probabilities.
-        default_new_tokens: without the field; None for as many as there is room for.
-        fewest_hint: an error's hint at when fewer than `fewest_new_tokens` may be asked for.
+        prompt_field, logprobs_field: that errors about these name.
+        default_new_tokens: None for as many as there is room for.
+        fewest_hint: of an error: when fewer than `fewest_new_tokens` may be asked for.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")

@@ -120,14 +120,7 @@ FEWEST_FILES = 16
 
 @dataclass(frozen=True)
 class Patience:
-    """Limits of clients: seconds that they may take, and connections.
-
-    Attributes:
-        head: for a request's first line and headers, from its first byte or the connection's beginning on.
-        body: for its body.
-        connections: uvicorn answers requests on further ones with 503.
-        refused: further ones beyond these are not answered at all.
-    """
+    """Limits of clients: seconds for a request's head and body, connections that are answered, and further ones."""
 
     head: float = 20.0
     body: float = 120.0

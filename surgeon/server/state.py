@@ -108,9 +108,9 @@ class ServerState:
         model: the name it is served under.
         capacity: requests that the service takes at a time, waiting ones among them.
         defaults: of sampling, for fields that requests leave out.
-        key: that clients have to send; None if anybody may use the model.
+        key: None if anybody may use the model.
         origins: of web pages that may use the model; "*" for any.
-        draining: whether no more requests are taken, because the process is ending.
+        draining: whether no more requests are taken.
         created: seconds since 1970.
     """
 
@@ -218,7 +218,7 @@ def too_large() -> ApiError:
 
 
 def check_origin(origin: str) -> str:
-    """Read an origin as browsers send it, or "*" for any; others would let nobody in."""
+    """Read an origin as browsers send it, or "*" for any."""
     if origin == ANY:
         return origin
     try:
@@ -237,10 +237,7 @@ def check_origin(origin: str) -> str:
 
 
 def with_browsers(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """An application that pages of these origins may use, and whose errors they may read.
-
-    A browser's question beforehand (the preflight) is answered here, without a key, which it does not send then.
-    """
+    """An application that pages of these origins may use; it answers preflights itself, which have no key."""
     if not origins:
         return app
     return CORSMiddleware(

@@ -20,12 +20,7 @@ ANCHOR = "a"  # tokens are decoded behind this one, because tokenizers write a t
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text to go on from.
-
-    Attributes:
-        text: None if it was given as token ids or messages.
-        offsets: of each token in the text, if that was asked for.
-    """
+    """A text to go on from, None if it was given as token ids or messages, with offsets where they were asked for."""
 
     tokens: list[int]
     text: str | None = None
