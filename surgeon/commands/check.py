@@ -58,7 +58,7 @@ def check(
         ValueError: if a file of it is damaged, it has no architecture, or there is no such dtype.
     """
     from surgeon.commands.capabilities import Capabilities, facts_of, with_shapes
-    from surgeon.commands.opening import as_several, check_counts
+    from surgeon.commands.opening import as_several
     from surgeon.errors import did_you_mean
     from surgeon.findings.check import Check
     from surgeon.models.families import Unsupported
@@ -68,7 +68,8 @@ def check(
     from surgeon.runtime.plan.checks import DTYPES
 
     numbers = as_several(ranks)
-    check_counts(**{"the number of ranks": min(numbers, default=1)})
+    if (least := min(numbers, default=1)) < 1:
+        raise ValueError(f"the number of ranks must be at least 1, not {least}")
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"there is no dtype {dtype!r} to compute in; {did_you_mean(dtype, DTYPES)}")
     name = model.name if isinstance(model, Model) else model_name(model)

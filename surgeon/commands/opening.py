@@ -61,13 +61,6 @@ def as_folder(found: str | Path | RunResult) -> Path:
     return found.files[0].parent
 
 
-def check_counts(**counts: int | None) -> None:
-    """Refuse numbers below 1; None is a default."""
-    for name, count in counts.items():
-        if count is not None and count < 1:
-            raise ValueError(f"{name} must be at least 1, not {count}")
-
-
 def warn(notes: Iterable[str]) -> None:
     """Warn of each."""
     for note in notes:
