@@ -10,11 +10,13 @@ import pytest
 
 from surgeon.commands.app import COMMANDS
 from surgeon.commands.command import Declaration, declared
+from surgeon.commands.heal import TrainFlags
 from surgeon.commands.options import DEFAULT_TOKENS, SamplingFlags, ServiceFlags
 from surgeon.quality import data
 from surgeon.runtime.batching.request import Sampling
 from surgeon.runtime.service_options import ServiceOptions
 from surgeon.searches.question import Question
+from surgeon.training.settings import TrainSettings
 
 
 def declarations(function: Callable[..., Any]) -> Iterator[Declaration]:
@@ -82,6 +84,7 @@ def test_options_have_the_defaults_of_what_they_are_passed_on_to(command: str, k
 def test_a_group_is_passed_on_whole() -> None:
     assert set(ServiceFlags.__annotations__) <= set(inspect.signature(ServiceOptions).parameters)
     assert set(SamplingFlags.__annotations__) <= set(inspect.signature(Sampling).parameters)
+    assert set(TrainFlags.__annotations__) <= set(inspect.signature(TrainSettings).parameters)
     assert data.DEFAULT_TOKENS == DEFAULT_TOKENS
     for name in ("generate", "chat", "serve"):
         assert set(ServiceFlags.__annotations__) <= set(inspect.signature(commands()[name]).parameters)
