@@ -20,12 +20,11 @@ if TYPE_CHECKING:
     from surgeon.commands.bench import bench
     from surgeon.commands.calibrate import calibrate
     from surgeon.commands.chat import chat
-    from surgeon.commands.check import check
+    from surgeon.commands.check import check, families
     from surgeon.commands.edit import edit
     from surgeon.commands.evaluate import evaluate
     from surgeon.commands.explore import explore
     from surgeon.commands.export import export
-    from surgeon.commands.families import families
     from surgeon.commands.generate import generate
     from surgeon.commands.heal import heal
     from surgeon.commands.predict import predict
@@ -66,6 +65,7 @@ _ELSEWHERE = {
     "TrainSettings": "surgeon.training.settings",
     "demo_data": "surgeon.demo",
     "demo_model": "surgeon.demo",
+    "families": "surgeon.commands.check",
     "load": "surgeon.exports.in_memory",
     "open": "surgeon.opened:open_model",
     "program_of": "surgeon.models.edit",

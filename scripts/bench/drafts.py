@@ -38,7 +38,7 @@ from scripts.bench.decoding import DENSE, prompts_of, write_tables
 from scripts.bench.goals import missed
 from surgeon.benchmarks.drafting import DecodedTexts, decode_together
 from surgeon.checkpoint.codas import read_codas
-from surgeon.commands.on_ranks import draft_program
+from surgeon.commands.opening import draft_program
 from surgeon.language.operations import ladder, pair, prune, tracks
 from surgeon.language.program import Program
 from surgeon.opened import Model, open_model

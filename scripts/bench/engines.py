@@ -44,8 +44,7 @@ from scripts.bench.busy import neighbour
 from scripts.bench.decoding import DENSE, SIZES, random_model, write_tables
 from scripts.bench.rooflines import Rates, Rooflines
 from scripts.vllm.engine import Measurer, vllm_python
-from surgeon.benchmarks.passes import RankRun
-from surgeon.benchmarks.timing import load_timed, run_timed
+from surgeon.benchmarks.timing import RankRun, load_timed, run_timed
 from surgeon.cost.workload import Workload
 from surgeon.progress import progress
 from surgeon.runtime.batching.scheduler import Limits

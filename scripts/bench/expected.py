@@ -13,7 +13,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from surgeon.benchmarks.passes import PassTiming, RankRun
+from surgeon.benchmarks.timing import PassTiming, RankRun
 from surgeon.cost.clocks import Burst, Costs, RankClock, Transfer, meet, pass_seconds
 from surgeon.language.program import Fork, Program, Step
 from surgeon.runtime.plan.placement import Group

@@ -43,7 +43,7 @@ from scripts.bench.decoding import (
 )
 from scripts.bench.expected import ENDS, expected_decode
 from surgeon.benchmarks.measure import RankBench, Result, Split
-from surgeon.benchmarks.passes import RankRun
+from surgeon.benchmarks.timing import RankRun
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.progress import progress

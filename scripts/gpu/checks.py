@@ -35,9 +35,7 @@ from scripts.gpu.sixteen_bits import (
     rows_in_16_bits,
     token_ids,
 )
-from surgeon.benchmarks.measure import RankBench
-from surgeon.benchmarks.plans import Needs
-from surgeon.benchmarks.tables import bench_table
+from surgeon.benchmarks.measure import Needs, RankBench, bench_table
 from surgeon.commands.app import main as surgeon_command
 from surgeon.cost.workload import Workload
 from surgeon.demo import demo_model

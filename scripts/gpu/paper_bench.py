@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from scripts.gpu.paper_specs import Measured, Place, Spec, record_of
-from surgeon.benchmarks.measure import RankBench, summarise
-from surgeon.benchmarks.plans import Needs
+from surgeon.benchmarks.measure import Needs, RankBench, summarise
 from surgeon.benchmarks.timing import load_timed
 from surgeon.checkpoint.random_weights import open_random
 from surgeon.checkpoint.stored import StoredModel

@@ -30,7 +30,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from scripts.bench.pipelined_ranks import finish
 from scripts.bench.rack_model import Rack, Stretch, cut, next_token_loss
 from scripts.cost.racks import SIZES, model_entries
-from surgeon.benchmarks.passes import now
+from surgeon.benchmarks.timing import now
 from surgeon.checkpoint.read import read_json
 from surgeon.memory import show_size
 

@@ -1,1 +1,1 @@
-"""Measuring the runtime: programs against each other, where the time of passes goes, and what it should be."""
+"""Measurements of the runtime: programs against each other, and where the time of passes goes."""

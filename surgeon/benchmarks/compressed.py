@@ -1,4 +1,4 @@
-"""What sending activations as integers does to a model's predictions, measured on the ranks themselves."""
+"""Divergence of predictions with compressed reductions, measured on the ranks themselves."""
 
 from __future__ import annotations
 
@@ -38,11 +38,7 @@ def windows_to_compare(plan: Plan, data: str | None, length: int, tokens: int, s
 
 
 def divergence_of_compressed(ranks: Ranks, windows: list[list[int]], kind: str, name: str = ENGINE) -> Values:
-    """Run windows of a text on ranks twice, with exact and with compressed reductions.
-
-    Args:
-        windows: token ids; every token of a window but the first is predicted.
-        name: under which the ranks keep an engine.
+    """Run windows of a text on ranks' engine twice, with exact and with compressed reductions.
 
     Returns:
         KL(exact || compressed) over the full vocabulary in nats, the mean over each window's predictions, (windows,).
@@ -53,7 +49,7 @@ def divergence_of_compressed(ranks: Ranks, windows: list[list[int]], kind: str, 
 
 @torch.inference_mode()
 def _compare_on_rank(rank: Rank, name: str, windows: list[list[int]], kind: str) -> list[float]:
-    """Runs on a rank: run every window both ways with the weights of an engine that it keeps."""
+    """Run every window both ways on a rank, with the weights of its engine."""
     engine: RankEngine = rank.engines[name]
     exact = _sending(engine, lambda collectives: collectives.exact)
     compressed = _sending(engine, lambda collectives: Compressed(collectives.exact, kind))
@@ -72,7 +68,6 @@ def _compare_on_rank(rank: Rank, name: str, windows: list[list[int]], kind: str)
 
 
 def _sending(engine: RankEngine, how: Callable[[Collectives], Collectives]) -> RankEngine:
-    """The same weights, with other reductions of the program's steps."""
     other = copy.copy(engine)
     other.model = copy.copy(engine.model)
     other.model.program = copy.copy(engine.model.program)

@@ -1,6 +1,6 @@
 """Decoding with drafts of another program over the same weights, measured beside decoding without, on ranks, in turns.
 
-Every run starts cold: what drafts are worth is found out while texts are written, as in `surgeon generate`.
+Every run starts cold: the best number of drafted tokens is found while texts are written, as in `surgeon generate`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ class DecodedTexts:
 
     Attributes:
         tokens: of each text, the new ones.
-        new: tokens that passes behind the prompts' brought.
-        seconds: of these passes, and of those of drafts.
-        passes: of the model, behind the prompts'.
+        new, seconds, passes: behind the prompts' passes; seconds are those of drafts, too.
         drafted, accepted: tokens.
     """
 
@@ -66,8 +64,7 @@ def decode_together(
 
     Args:
         started: ranks that have loaded a plan of this name.
-        drafts: whether tokens are drafted.
-        looked_up: whether they come of the text itself, in the place of a program.
+        drafts, looked_up: whether tokens are drafted, and of the text itself, in the place of a program.
         ahead: how many at a time; 0: as many as pay.
     """
     requests = [
@@ -91,10 +88,9 @@ class MeasuredDrafts:
     """A draft beside no draft.
 
     Attributes:
-        speedup: tokens per second, times those without: the median over rounds.
-        low, high: the least and the most of any round.
-        accepted: the share of drafted tokens that were; NaN where none was drafted.
-        tokens_per_pass: of a text, that a pass of the model brought.
+        speedup, low, high: of tokens per second: the median, the least and the most of the rounds.
+        accepted: the share of drafted tokens; NaN where none was drafted.
+        tokens_per_pass: of a text and a pass of the model.
     """
 
     speedup: float
@@ -125,13 +121,7 @@ def measure_drafts(
     sampling: Sampling,
     advance: Callable[[float], Any] = lambda _: None,
 ) -> MeasuredDrafts:
-    """Measure decoding with a draft and without, in turns.
-
-    Args:
-        prompts: of each round, texts that are continued together; those of the first one warm up.
-        sampling: how tokens are drawn, and how many.
-        advance: called with 1 after each run.
-    """
+    """Measure decoding with a draft and without, in turns; the first round of prompts warms up."""
     if len(prompts) < 2:
         raise ValueError(f"drafts are measured in two rounds at least, one of them to warm up, not in {len(prompts)}")
     longest = max(len(prompt) for texts in prompts for prompt in texts) + sampling.max_new_tokens

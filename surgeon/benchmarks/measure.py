@@ -1,28 +1,35 @@
-"""Measuring programs against each other on ranks: latencies, rates, and where each forward pass's time goes.
+"""Measuring programs against each other on ranks: latencies, rates, and the split of each forward pass's time.
 
-All programs are loaded by the same ranks, and every round runs each of them once, so that whatever else the machine
-does disturbs all alike. Texts are random token ids; all texts of a batch are computed together, their prompts in one
-pass, or in chunks.
+All programs are loaded by the same ranks, and every round runs each of them once, so that disturbances hit all alike.
+Texts are random token ids; all texts of a batch are computed together, their prompts in one pass, or in chunks.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
-from surgeon.benchmarks.passes import PassTiming, RankRun
-from surgeon.benchmarks.timing import Profiled, load_timed, run_timed, trace_files, write_profile
+import pandas as pd
+
+from surgeon.analysis.factors.factor_plan import plan_factors
+from surgeon.benchmarks.timing import Load, PassTiming, RankRun, load_timed, run_timed, trace_files, write_profile
+from surgeon.cost.candidates import Candidate
 from surgeon.cost.workload import Workload
-from surgeon.runtime.batching.request import Request
+from surgeon.language.program import Program
+from surgeon.opened import Model
+from surgeon.processes.files import finite
+from surgeon.quality.summary import Values, known_interval, mean_divergence
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.comm.collectives import Counts
-from surgeon.runtime.plan.specification import Plan
+from surgeon.runtime.plan.checks import make_plan
+from surgeon.runtime.plan.specification import HalvesMode, Plan, Ways, require_low_rank
 from surgeon.runtime.worker.ranks import Ranks
 
 WARM_UP_TOKENS = 2
@@ -30,14 +37,47 @@ PROFILED_TOKENS = 6  # new ones
 
 
 @dataclass(frozen=True)
+class Needs:
+    """Needs that all programs under measurement have in common; a `kv` of "lowrank" is for those that can."""
+
+    ranks: int
+    tokens: int
+    device: str
+    ways: Ways = field(default_factory=Ways)
+
+    def plan(self, model: str | Path | Model, program: Program | str | None = None, halves: HalvesMode = "off") -> Plan:
+        lowrank = self.ways.get("kv") == "lowrank"
+        ways: Ways = {**self.ways, "kv": "auto"} if lowrank else self.ways
+        plan = make_plan(model, self.ranks, self.tokens, program, self.device, halves=halves, **ways)
+        if lowrank and plan.can_be_low_rank:
+            return replace(plan, kv="lowrank")
+        return plan
+
+
+def plan_candidates(candidates: Iterable[Candidate], needs: Needs) -> dict[str, Plan]:
+    """The candidates' plans, by name."""
+    plans = {}
+    for one in candidates:
+        plans[one.name] = needs.plan(one.model, one.program(needs.ranks), one.halves)
+        if one.recipe is not None and not plan_factors(one.recipe, one.model).is_of_weights:
+            warnings.warn(
+                f"{one.recipe.source}: ranks run factors, heads and neurons by the weights alone, not those that the "
+                "recipe chooses: as fast, but not as good; export it and measure the checkpoint to run its own",
+                stacklevel=2,
+            )
+    if needs.ways.get("kv") == "lowrank":
+        require_low_rank(*plans.values())
+    return plans
+
+
+@dataclass(frozen=True)
 class Split:
-    """Where the time of one forward pass goes on the rank that waits most: means over the passes of a run, seconds.
+    """The split of one forward pass's time on the rank that waits most: means over the passes of a run, seconds.
 
     Attributes:
         waiting: in collectives; NaN where that is not known.
         compute: everything else.
-        layers: collectives of the program's steps and forks, of one pass.
-        vocabulary: collectives of the embedding and the output head, of one pass.
+        layers, vocabulary: collectives of steps and forks, and of the embedding and the output head, of one pass.
     """
 
     rank: int
@@ -52,11 +92,11 @@ class Measurement:
     """One run: seconds, and tokens per second.
 
     Attributes:
-        first_token: from being asked to the first new token of every text.
+        first_token: from the request to the first new token of every text.
         prefill: the pass with the prompts.
         decode: all other passes.
         per_token: one of these; NaN if there are none.
-        rate: new tokens of all texts per second, from being asked to the last one.
+        rate: new tokens of all texts per second, from the request to the last one.
     """
 
     first_token: float
@@ -70,12 +110,10 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Result:
-    """One program under one load.
+    """One program under one load: a measurement and the runs of all ranks for each round.
 
     Attributes:
-        connected: whether its ranks wait for each other; without, what they compute is wrong.
-        rounds: a measurement for each.
-        runs: what each rank measured, for each round.
+        connected: whether its ranks wait for each other; without, their results are wrong.
     """
 
     name: str
@@ -88,12 +126,11 @@ class Result:
 
 @dataclass(frozen=True)
 class RankBench:
-    """Programs that ranks hold, to be measured against each other.
+    """Programs that ranks hold, by name, to be measured against each other.
 
     Attributes:
-        plans: of the programs, by name.
         unconnected: names of those whose ranks do not wait for each other.
-        pass_tokens: of prompts that are computed in one pass at most; None for all of them.
+        pass_tokens: of prompts in one pass at most; None for all of them.
     """
 
     ranks: Ranks
@@ -108,12 +145,11 @@ class RankBench:
         return cls(ranks, plans, unconnected)
 
     def run(self, name: str, load: Workload, profiled: bool = False) -> list[RankRun]:
-        """Run one program once; what each rank measured, as `run_timed` has it."""
+        """Run one program once; returns the run of each rank."""
         runs: list[RankRun] = self.ranks.call(run_timed, *self._given(name, load), name, profiled)
         return runs
 
-    def _given(self, name: str, load: Workload) -> tuple[list[Request], int, Limits]:
-        """A load's texts, the blocks of a cache for them, and how many are computed together."""
+    def _given(self, name: str, load: Workload) -> Load:
         vocabulary = min(plan.vocabulary for plan in self.plans.values())  # token ids that all of the models have
         together = min(load.batch * load.prompt, self.pass_tokens or sys.maxsize)
         plan = self.plans[name]
@@ -121,11 +157,7 @@ class RankBench:
         return load.requests(vocabulary), load.batch * blocks_for(load.length), limits
 
     def measure(self, loads: Sequence[Workload], rounds: int, advance: Callable[[float], None]) -> list[Result]:
-        """Run every program under every load in turn, over and over.
-
-        Args:
-            advance: called with 1 after each run.
-        """
+        """Run every program under every load in turn, over and over; `advance` is called after each run."""
         results = [
             Result(name, plan, load, name not in self.unconnected)
             for load, (name, plan) in product(loads, self.plans.items())
@@ -142,32 +174,24 @@ class RankBench:
         return results
 
     def split(self, name: str, load: Workload, rounds: Sequence[Measurement]) -> list[Measurement]:
-        """Measurements that say how long passes wait on GPUs, too: as in one more run, with a profiler.
-
-        That takes time, so that the other figures stay what they are.
-        """
+        """Measurements with the split of passes on GPUs, too, by one more run with a profiler, which takes time."""
         if self.ranks.options.device != "cuda":
             return list(rounds)
         found = summarise(self.run(name, load, profiled=True), load, name not in self.unconnected)
         return [replace(one, prefill_pass=found.prefill_pass, decode_pass=found.decode_pass) for one in rounds]
 
     def profile(self, load: Workload, path: Path) -> tuple[Path, ...]:
-        """Have every rank write a Chrome trace of all programs, by `torch.profiler`; their files.
-
-        Args:
-            path: what they are named after.
-        """
+        """Have every rank write a Chrome trace of all programs, by `torch.profiler`; returns their files."""
         short = replace(load, new=min(PROFILED_TOKENS, load.new))
-        runs = [Profiled(name, *self._given(name, short)) for name in self.plans]
-        self.ranks.call(write_profile, runs, str(path.absolute()))
+        loads = {name: self._given(name, short) for name in self.plans}
+        self.ranks.call(write_profile, loads, str(path.absolute()))
         return trace_files(path, self.ranks.options.ranks)
 
 
 def summarise(runs: Sequence[RankRun], load: Workload, connected: bool) -> Measurement:
-    """The figures of one run, given what each rank measured.
+    """The figures of one run.
 
-    Rank 0 chooses the tokens, so that its times are the ones that count; ranks that are not connected do not wait for
-    each other, and the slowest of them counts.
+    Rank 0 chooses the tokens, so that its times count; of ranks that are not connected the slowest counts.
     """
     if connected:
         lead = runs[0]
@@ -190,10 +214,79 @@ def summarise(runs: Sequence[RankRun], load: Workload, connected: bool) -> Measu
 
 
 def _split(passes_by_rank: list[list[PassTiming]]) -> Split:
-    """The split of passes of one kind on the rank that waits most; where none waits, on the one that computes most."""
     splits = []
     for rank, passes in enumerate(passes_by_rank):
         waiting = fmean(math.nan if one.waiting is None else one.waiting for one in passes)
         compute = fmean(one.seconds for one in passes) - waiting
         splits.append(Split(rank, waiting, compute, passes[-1].layers, passes[-1].vocabulary))
     return max(splits, key=lambda split: (0 if math.isnan(split.waiting) else split.waiting, split.compute))
+
+
+MS = 1e3
+
+
+def bench_table(results: Sequence[Result], divergence: Mapping[str, Values] | None = None) -> pd.DataFrame:
+    """One row per program and batch: medians over the rounds, of ratios too (each against the first, of its round)."""
+    first = {result.load: result for result in reversed(results)}
+    rows = [_row(result, first[result.load]) for result in results]
+    for row in rows if divergence else ():
+        if (values := (divergence or {}).get(str(row["program"]))) is not None:
+            low, high = known_interval(values, 0.0)
+            row |= {"divergence": mean_divergence(values), "divergence_low": low, "divergence_high": high}
+    return pd.DataFrame(rows)
+
+
+def _row(result: Result, first: Result) -> dict[str, object]:
+    plan = result.plan
+    program = Program.parse(plan.program)
+    row: dict[str, object] = {
+        "program": result.name,
+        "batch": result.load.batch,
+        "effective_depth": program.effective_depth(plan.family.steps_per_layer),
+        "sync_points": program.sync_points(plan.ranks) if result.connected else 0,
+    }
+    for name in ("first_token", "prefill", "decode", "per_token"):
+        row[f"{name}_ms"] = median(getattr(one, name) * MS for one in result.rounds)
+    row["tokens_per_second"] = median(one.rate for one in result.rounds)
+    row |= _split_columns("prefill", [one.prefill_pass for one in result.rounds])
+    row |= _split_columns("decode", [one.decode_pass for one in result.rounds if one.decode_pass is not None])
+    pairs = list(zip(first.rounds, result.rounds, strict=True))
+    speedups = {
+        "first_token_speedup": [base.first_token / own.first_token for base, own in pairs],
+        "per_token_speedup": [base.per_token / own.per_token for base, own in pairs],
+        "tokens_per_second_speedup": [own.rate / base.rate for base, own in pairs],
+    }
+    for name, ratios in speedups.items():
+        row |= {name: median(ratios), f"{name}_low": min(ratios), f"{name}_high": max(ratios)}
+    return row
+
+
+def _split_columns(phase: str, splits: Sequence[Split]) -> dict[str, object]:
+    if not splits:
+        return {}
+    last = splits[-1]
+    return {
+        f"{phase}_compute_ms": median(split.compute for split in splits) * MS,
+        f"{phase}_waiting_ms": median(split.waiting for split in splits) * MS,
+        f"{phase}_all_reduces": last.layers.all_reduces,
+        f"{phase}_all_gathers": last.layers.all_gathers,
+        f"{phase}_bytes": last.layers.bytes,
+        f"{phase}_vocabulary_collectives": last.vocabulary.all_reduces + last.vocabulary.all_gathers,
+        f"{phase}_vocabulary_bytes": last.vocabulary.bytes,
+    }
+
+
+def bench_record(results: Sequence[Result]) -> list[dict[str, object]]:
+    """Every round of every program and batch, as JSON values: seconds, tokens per second, counts."""
+    return [
+        {
+            "program": result.name,
+            "text": result.plan.program,
+            "checkpoint": str(result.plan.folder),
+            "dtype": result.plan.dtype,
+            "connected": result.connected,
+            **asdict(result.load),
+            "rounds": [finite(asdict(one)) for one in result.rounds],
+        }
+        for result in results
+    ]

@@ -1,32 +1,25 @@
 """Where the time of forward passes goes, on every rank: in computing, or in waiting for other ranks.
 
-A `TimedEngine` computes what a `RankEngine` does, and notes when each step was computed and when each collective was
-started and waited for (passes.py). A GPU goes on while its process waits or launches more: there `torch.profiler` says,
-where that is asked for, when it computed and when nothing but collectives ran.
+A `TimedEngine` is a `RankEngine` that adds up how long its process computed each step and waited in collectives, by the
+machine's monotonic clock in seconds, so that ranks can be compared. A GPU goes on while its process waits or launches
+more: there `torch.profiler` tells when nothing but collectives ran, where that is asked for.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from statistics import fmean
+from typing import Any
 
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from surgeon.benchmarks.passes import (
-    COMPUTING,
-    STARTING,
-    WAITING,
-    Computation,
-    Exchange,
-    PassRecorder,
-    RankRun,
-    now,
-)
 from surgeon.language.execute import Partial
 from surgeon.language.program import Fork, Step
 from surgeon.processes.files import whole_file
@@ -49,21 +42,113 @@ from surgeon.runtime.worker.worker import complete, keep
 PASS = "pass"  # what a profile calls one
 COLLECTIVE = re.compile("nccl|all_reduce", re.IGNORECASE)  # in the names of their kernels
 ACTIVITIES = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+# Spans of passes that are recorded.
+COMPUTING = "computing"
+STARTING = "starting"
+WAITING = "waiting"
+
+now = time.perf_counter  # one clock for all processes of a machine on Linux
+Load = tuple[list[Request], int, Limits]  # texts, the blocks of a cache for them, and how they are computed together
+
+
+@dataclass(slots=True)
+class PassTiming:
+    """One forward pass on one rank.
+
+    Attributes:
+        decode: whether it added one token to each text.
+        began: when the rank turned to it; on rank 0 the end of the pass before.
+        waiting: seconds in collectives, starting them included; None where that cannot be told.
+        steps: seconds of each step's computation, in the order of the rank's work; none where that cannot be told.
+        layers, vocabulary: collectives of steps and forks, and of the embedding and the output head.
+        starting: of waiting, seconds to start a collective, the mean.
+        inside: collectives that each step waited for before it had computed its part.
+    """
+
+    decode: bool
+    tokens: int
+    began: float
+    ended: float
+    waiting: float | None
+    steps: list[float]
+    layers: Counts
+    vocabulary: Counts
+    starting: float = 0.0
+    inside: list[int] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+
+@dataclass
+class RankRun:
+    """The passes of one rank while some texts were continued, from when it was asked to."""
+
+    began: float
+    passes: list[PassTiming]
+
+
+@dataclass
+class PassRecorder:
+    """Adds up a pass, as `PassTiming` has it.
+
+    Attributes:
+        figures: of the engine, which tell collectives of the vocabulary from others.
+        marking: whether steps and exchanges are timed, as the process comes to them.
+        what: being computed.
+        profiled: whether steps have names in a profile.
+    """
+
+    figures: Figures
+    marking: bool = True
+    what: Step | str = ""
+    profiled: bool = False
+    passes: list[PassTiming] = field(default_factory=list)
+    steps: list[float] = field(default_factory=list)
+    inside: list[int] = field(default_factory=list)
+    starting: list[float] = field(default_factory=list)
+    waiting: float = 0.0
+
+    def close(self, decode: bool, tokens: int, began: float, ended: float, sent: tuple[Counts, Counts]) -> None:
+        """End a pass, which sent the collectives of the program's steps, and those of the vocabulary."""
+        waiting = self.waiting if self.marking else None
+        starting = fmean(self.starting or [0.0])
+        self.passes.append(PassTiming(decode, tokens, began, ended, waiting, self.steps, *sent, starting, self.inside))
+        self.drop()
+
+    def drop(self) -> None:
+        """Begin another pass."""
+        self.steps = []
+        self.inside = []
+        self.starting = []
+        self.waiting = 0.0
+
+    def replayed(self, spans: Sequence[tuple[Any, float, float]]) -> None:
+        """Add the spans of a pass that is computed from a recording."""
+        for (kind, sent), began, ended in spans:
+            if kind == COMPUTING:
+                self.steps.append(ended - began)
+                self.inside.append(0)
+            elif sent:
+                self.waiting += ended - began
+            if kind == STARTING and sent:
+                self.starting.append(ended - began)
 
 
 class TimedCollectives(Around):
-    """Other collectives, whose every call is noted."""
+    """Other collectives, whose every call is timed."""
 
     def __init__(self, inner: Collectives, recorder: PassRecorder) -> None:
         super().__init__(inner)
         self.recorder = recorder
 
     def all_reduce(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:  # noqa: ARG002
-        """Start summing a tensor over the group; waiting on the result gives the sum. Waiting is timed apart always."""
+        """Start summing a tensor over the group; waiting on the result gives the sum. Waiting is always apart."""
         return self._timed("all-reduce", self.inner.all_reduce, tensor, counts)
 
     def start_all_gather(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:  # noqa: ARG002
-        """The group's tensors, only started; waiting on the result gives the joined tensors."""
+        """Start gathering the group's tensors; waiting on the result gives them joined."""
         return self._timed("all-gather", self.inner.start_all_gather, tensor, counts)
 
     def _timed(
@@ -78,30 +163,30 @@ class TimedCollectives(Around):
             name = f"{kind} of the vocabulary"
         else:
             name = f"{kind} {recorder.what}"
-        sent = counts.bytes
-        span: list[Exchange] = []
+        before = counts.bytes
+        sent: list[int] = []
         began = now()
-        with spanned((STARTING, span)), in_profile(f"start {name}", profiled):
+        with spanned((STARTING, sent)), in_profile(f"start {name}", profiled):
             wait = start(tensor, counts)
         started = now()
-        if counts.bytes == sent:
+        if counts.bytes == before:
             return wait
-        exchange = Exchange(began, started)
-        recorder.exchanges.append(exchange)
-        span.append(exchange)
+        sent.append(counts.bytes - before)
+        recorder.starting.append(started - began)
+        recorder.waiting += started - began
 
         def timed_wait() -> Tensor:
-            exchange.waited = now()
-            with spanned((WAITING, span)), in_profile(f"wait for {name}", profiled):
+            waited = now()
+            with spanned((WAITING, sent)), in_profile(f"wait for {name}", profiled):
                 result = wait()
-            exchange.ended = now()
+            recorder.waiting += now() - waited
             return result
 
         return timed_wait
 
 
 class TimedEngine(RankEngine):
-    """A rank's engine that notes where its passes' time goes."""
+    """A rank's engine that times its passes."""
 
     def __init__(self, plan: Plan, rank: Rank, collectives: Collectives) -> None:
         self.recorder = PassRecorder(Figures(), marking=rank.device.type == "cpu")
@@ -129,7 +214,7 @@ class TimedEngine(RankEngine):
 
 
 class TimedMachine(RankMachine):
-    """One pass on one rank, whose every step is noted."""
+    """One pass on one rank, whose every step is timed."""
 
     def __init__(
         self, recorder: PassRecorder, program: RankProgram, shared: Pass, group: Group, work: WorkAhead
@@ -143,12 +228,13 @@ class TimedMachine(RankMachine):
         if not recorder.marking:
             with in_profile(step, recorder.profiled):
                 return super().compute(step, stream)
-        first = len(recorder.exchanges)
+        before = recorder.waiting
+        exchanges = len(recorder.starting)
         began = now()
         with spanned((COMPUTING, None)), in_profile(step, recorder.profiled):
             partial = super().compute(step, stream)
-        inside = len(recorder.exchanges) - first
-        recorder.computations.append(Computation(began, now(), inside, first=first))
+        recorder.steps.append(now() - began - (recorder.waiting - before))
+        recorder.inside.append(len(recorder.starting) - exchanges)
         return partial
 
     def join(self, fork: Fork, added: Tensor) -> Partial:
@@ -157,11 +243,11 @@ class TimedMachine(RankMachine):
 
 
 def load_timed(rank: Rank, plan: Plan, name: str, connected: bool = True, link: Link | None = None) -> None:
-    """Runs on a rank: load its slices of a model, and keep the timed engine under a name.
+    """Load a rank's slices of a model, and keep the timed engine under a name.
 
     Args:
-        connected: whether ranks wait for each other and add up what they compute; without, what they compute is wrong.
-        link: emulate one of this delay and bandwidth, for this engine only.
+        connected: whether ranks wait for each other and add up; without, their results are wrong.
+        link: emulated for this engine only.
     """
     collectives = rank.collectives
     if rank.settings.options.ranks > 1:
@@ -180,11 +266,7 @@ def run_timed(
     name: str,
     profiled: bool = False,
 ) -> RankRun:
-    """Runs on a rank: continue texts until all have ended, and say where the time went.
-
-    Args:
-        profiled: whether to say on GPUs, too, what passes wait; that takes time.
-    """
+    """Continue texts on a rank until all have ended; profiled, the record of each pass has its waiting on GPUs, too."""
     engine: TimedEngine = rank.engines[name]
     recorder = engine.recorder
     recorder.passes = []
@@ -224,19 +306,10 @@ def _covered(spans: Sequence[Any], within: Any) -> float:
 
 
 def in_profile(what: object, wanted: bool) -> AbstractContextManager[object]:
-    """Under a name in a profile of `torch.profiler`, if that is wanted."""
+    """Name a block in a profile of `torch.profiler`."""
     if wanted:
         return record_function(str(what))
     return nullcontext()
-
-
-class Profiled(NamedTuple):
-    """Texts that one program continues: the name of its engine, and what `complete` takes."""
-
-    name: str
-    requests: list[Request]
-    blocks: int
-    limits: Limits
 
 
 def trace_files(path: Path, ranks: int) -> tuple[Path, ...]:
@@ -244,27 +317,24 @@ def trace_files(path: Path, ranks: int) -> tuple[Path, ...]:
     return tuple(path.with_name(f"{path.stem}.rank{rank}{path.suffix}") for rank in range(ranks))
 
 
-def write_profile(rank: Rank, runs: Sequence[Profiled], file: str) -> None:
-    """Runs on a rank: continue every program's texts, and write what `torch.profiler` has seen, as a Chrome trace.
+def write_profile(rank: Rank, loads: Mapping[str, Load], file: str) -> None:
+    """Continue every program's texts on a rank, and write a Chrome trace by `torch.profiler`.
 
-    They have been continued once before, when kernels are chosen and, on GPUs, passes are recorded. On CPUs none are
-    replayed from recordings, so that steps and what they send have names.
-
-    Args:
-        file: for all ranks; each writes the one of its own (`trace_files`).
+    They are continued once before, when kernels are chosen and, on GPUs, passes are recorded. On CPUs none are replayed
+    from recordings, so that steps and collectives have names.
     """
     on_gpu = rank.device.type == "cuda"
-    for run in runs:
-        engine: TimedEngine = rank.engines[run.name]
+    for name, load in loads.items():
+        engine: TimedEngine = rank.engines[name]
         if not on_gpu:
             engine.ways = tuple(way for way in engine.ways if not way.holds_caches)
-        complete(rank, run.requests, run.blocks, run.limits, run.name)
+        complete(rank, *load, name)
     with profile(activities=ACTIVITIES[: 1 + on_gpu]) as profiler:
-        for run in runs:
-            engine = rank.engines[run.name]
+        for name, load in loads.items():
+            engine = rank.engines[name]
             engine.recorder.profiled = True
-            with record_function(run.name):
-                complete(rank, run.requests, run.blocks, run.limits, run.name)
+            with record_function(name):
+                complete(rank, *load, name)
             engine.recorder.profiled = False
             if not on_gpu:
                 engine.ways = ways_through(engine.model)

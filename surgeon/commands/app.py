@@ -1,4 +1,4 @@
-"""The `surgeon` command: its list of commands, and the one policy for everything that can go wrong in them."""
+"""The `surgeon` command: its list of commands, and one policy for all errors."""
 
 from __future__ import annotations
 
@@ -17,16 +17,14 @@ import typer
 
 from surgeon.commands.bench import bench
 from surgeon.commands.calibrate import calibrate
-from surgeon.commands.card import card
 from surgeon.commands.chat import chat
-from surgeon.commands.check import check
+from surgeon.commands.check import check, families
 from surgeon.commands.command import line_of
 from surgeon.commands.demo import demo
 from surgeon.commands.evaluate import evaluate
 from surgeon.commands.explore import explore
-from surgeon.commands.export import export
+from surgeon.commands.export import card, export
 from surgeon.commands.failures import CLOSED_PIPE, INTERRUPTED, explain, explain_interruption
-from surgeon.commands.families import families
 from surgeon.commands.generate import generate
 from surgeon.commands.heal import heal
 from surgeon.commands.predict import predict
@@ -108,7 +106,7 @@ def _global_options(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command line; returns the exit code. Errors become one line on standard error (see failures.py)."""
+    """Run one command line; returns the exit code. Errors become one line on standard error (failures.py)."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     end = arguments.index("--") if "--" in arguments else len(arguments)
     debug = DEBUG_FLAG in arguments[:end]  # before or after the command's name, to which it is no option
@@ -144,9 +142,9 @@ def _built(commands: typer.Typer) -> Any:
 
 
 def quiet_libraries() -> None:
-    """Keep other libraries' progress bars, notices and warnings off the screen; surgeon's own warnings take one line.
+    """Keep other libraries' progress bars and warnings off the screen, also in child processes; ours take one line.
 
-    Takes effect in processes started from here too. What the user has set in the environment stays.
+    Variables that the user has set stay.
     """
     for name, value in {
         "TRANSFORMERS_VERBOSITY": "error",
@@ -194,7 +192,7 @@ def _fail_usage(error: Any, arguments: list[str]) -> int:
 
 
 def _completed(error: Any, arguments: list[str]) -> str:
-    """The whole command: what was given, with what is missing, and with the text to measure on where none is given."""
+    """The whole command, with the missing argument, and with the text to measure on where none is given."""
     command, *given = arguments
     every = error.ctx.command.params
     positional = [one for one in every if one.param_type_name == "argument"]
@@ -208,7 +206,6 @@ def _completed(error: Any, arguments: list[str]) -> str:
 
 
 def _output_of(arguments: list[str]) -> str | None:
-    """Where the command line says to write, for errors that do not name their file."""
     for flag, value in pairwise(arguments):
         if flag in ("-o", "--output"):
             return value

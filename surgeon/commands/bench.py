@@ -1,37 +1,32 @@
-"""`surgeon bench`, `surgeon.bench`: how fast programs run on ranks, and where the time of a pass goes."""
+"""`surgeon bench`, `surgeon.bench`: speed of programs on ranks, and the split of a pass's time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 from surgeon.commands.command import command, option, several
 from surgeon.commands.options import (
+    COMPARED,
     DATA_HELP,
     Batches,
-    Decoding,
-    Dtype,
-    Kv,
-    LowRank,
     NewTokens,
     ProgramText,
     Ranks,
     Rounds,
     VariantLayers,
+    WayFlags,
 )
-from surgeon.language.operations.declare import VARIANTS, described
 
 if TYPE_CHECKING:
     from surgeon.findings.bench import Benchmark
     from surgeon.language.program import Program
     from surgeon.opened import EditedModel, Model
-    from surgeon.runtime.plan.specification import Ways
 
 COMPARED_TOKENS = 1024  # predicted with exact and with compressed reductions
 RANDOM = "random tokens"
-_VARIANTS_LISTED = ", ".join(described(name, variant.note) for name, variant in VARIANTS.items())
 
 
 @command()
@@ -43,12 +38,7 @@ def bench(
     *,
     compare: Annotated[
         str | Path | Program | Sequence[str | Path | Program],
-        several(
-            "Measure this too, in turns, and compare. A checkpoint, a recipe, a program such as "
-            f'"A0 F0 [A1 A2] [F1 F2]", or a variant of the model: dense, {_VARIANTS_LISTED}, halves (itself, '
-            "computed in two halves, one while the other's reductions are on their way), upper-bound (without any "
-            "communication: wrong results, and the best time there can be).",
-        ),
+        several("Measure this too, in turns, and compare. A checkpoint, a recipe, " + COMPARED),
     ] = (),
     layers: VariantLayers = None,
     batch: Batches = 1,
@@ -58,10 +48,6 @@ def bench(
     seed: Annotated[int, option("Of the random tokens.")] = 0,
     ranks: Ranks = 2,
     program: ProgramText = None,
-    dtype: Dtype = "auto",
-    decoding: Decoding = "auto",
-    low_rank: LowRank = "auto",
-    kv: Kv = "auto",
     data: Annotated[
         str | None,
         option(
@@ -79,6 +65,7 @@ def bench(
     output: Annotated[
         str | Path | None, option("Folder for bench.csv, bench.json and bench.png.", "--output", "-o")
     ] = None,
+    **ways: Unpack[WayFlags],
 ) -> Benchmark:
     """Measure how fast programs run on ranks, and where the time of a pass goes.
 
@@ -95,18 +82,15 @@ def bench(
     KL(exact || compressed) over the full vocabulary.
 
     Raises:
-        FileNotFoundError, ValueError: if one of them cannot be used or cannot run so, or there can be no trace.
+        FileNotFoundError, ValueError: if a model or an option cannot be used.
         RankFailed: if a rank fails.
     """
     from surgeon.benchmarks.compressed import divergence_of_compressed, windows_to_compare
-    from surgeon.benchmarks.measure import RankBench
-    from surgeon.benchmarks.plans import Needs, plan_candidates
-    from surgeon.benchmarks.tables import bench_record, bench_table
-    from surgeon.commands.opening import as_list, as_range
+    from surgeon.benchmarks.measure import Needs, RankBench, bench_record, bench_table, plan_candidates
+    from surgeon.commands.opening import as_list, as_range, as_several, name_of
     from surgeon.cost.candidates import open_candidates
     from surgeon.cost.workload import Workload
     from surgeon.findings.bench import Benchmark
-    from surgeon.opened import EditedModel, Model
     from surgeon.processes.files import make_folder
     from surgeon.progress import progress
     from surgeon.quality.summary import mean_divergence
@@ -118,11 +102,10 @@ def bench(
     on = RankOptions.of(ranks)
     if data is not None and on.compression is None:
         raise ValueError(f"{data} is for measuring what compressed reductions change; have them compressed, too")
-    if not (sizes := [batch] if isinstance(batch, int) else batch):
+    if not (sizes := as_several(batch)):
         raise ValueError("batch is empty; give how many texts are computed together, one number or several")
     loads = [Workload(size, prompt, new, seed) for size in sizes]
     candidates = open_candidates(model, as_list(compare), program, as_range(layers), weights=True)
-    ways: Ways = {"dtype": dtype, "decoding": decoding, "low_rank": low_rank, "kv": kv}
     needs = Needs(on.ranks, prompt + new, on.device, ways)
     plans = plan_candidates(candidates, needs)
     unconnected = {one.name for one in candidates if not one.connected}
@@ -140,7 +123,9 @@ def bench(
         measured = RankBench.load(running, plans, unconnected)
         with progress("bench", rounds * len(loads) * len(plans), "runs") as advance:
             results = measured.measure(loads, rounds, advance)
-        traces = () if trace is None else measured.profile(loads[0], Path(trace))
+        traces: tuple[Path, ...] = ()
+        if trace is not None:
+            traces = measured.profile(loads[0], Path(trace))
         divergence = {
             name: divergence_of_compressed(running, texts, kind, name)
             for name, texts in windows.items()
@@ -156,7 +141,7 @@ def bench(
         predicted = min(sum(len(window) - 1 for window in texts) for texts in windows.values())
         settings |= {"compression": kind, "compared": data or RANDOM, "predicted": predicted}
         settings["divergence"] = {name: mean_divergence(values) for name, values in divergence.items()}
-    name = model.name if isinstance(model, Model | EditedModel) else str(model)
+    name = name_of(model)
     found = Benchmark(
         bench_table(results, divergence), results, traces, record=settings | {"model": name}, files=traces
     )

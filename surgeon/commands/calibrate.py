@@ -1,4 +1,4 @@
-"""`surgeon calibrate`, `surgeon.calibrate`: what this machine can do, as a hardware file for `surgeon predict`."""
+"""`surgeon calibrate`, `surgeon.calibrate`: this machine as a hardware file for `surgeon predict`."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def calibrate(
 
     Raises:
         FileExistsError: if there is such a file.
-        FileNotFoundError, ValueError: if the model cannot be run by these ranks here, or the file is none for hardware.
+        FileNotFoundError, ValueError: if the model cannot be run by these ranks, or the file's name has another ending.
         OSError: if it cannot be written.
     """
+    from surgeon.commands.opening import as_several
     from surgeon.cost.calibrate import calibrate as measure
     from surgeon.cost.hardware import load_hardware
     from surgeon.processes.files import write_text
 
     path = Path(output)
-    numbers = [ranks] if isinstance(ranks, int) else ranks
     if path.suffix.lower() != ".yaml":
         raise ValueError(f"{path} must end in .yaml, by which hardware files are known")
     if path.exists():
@@ -60,5 +60,5 @@ def calibrate(
     with path.open("x"):  # so that a folder that is missing, or not ours, is said now
         pass
     path.unlink()
-    write_text(path, measure(path.stem, model, numbers, rounds, device, dtype))
+    write_text(path, measure(path.stem, model, as_several(ranks), rounds, device, dtype))
     return load_hardware(path)

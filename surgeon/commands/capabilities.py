@@ -1,4 +1,4 @@
-"""What can be done with a model: every question is put to the code that would refuse it later, on shapes alone."""
+"""Capabilities of a model: every question is put to the code that would refuse it later, on shapes alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from surgeon.checkpoint.load import StreamedLayers, require_streamable
 from surgeon.checkpoint.locate import CONFIG, DEMO, find_config
 from surgeon.checkpoint.random_weights import RandomCheckpoint, RandomFactors
 from surgeon.checkpoint.read import QUANTIZATION, read_json
-from surgeon.commands.on_ranks import draft_program
+from surgeon.commands.opening import draft_program
 from surgeon.exports.plan import check_exportable, layout_of
 from surgeon.exports.prove import original_model
 from surgeon.findings.check import AREAS, NO, PARTLY, YES, Verdict
@@ -66,12 +66,7 @@ Question = tuple[str, Callable[[], Said]]
 
 
 class Example(NamedTuple):
-    """Where a program changes a model.
-
-    Attributes:
-        layers: as Python slices them.
-        times: how many places there are whose layers are of the same kinds.
-    """
+    """A place where a program changes a model, and the number of places whose layers are of the same kinds."""
 
     layers: str
     program: Program
@@ -80,14 +75,7 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Everything that can be asked of a model.
-
-    Attributes:
-        model: with the shapes of its tensors.
-        ranks: numbers of them.
-        dtype: that ranks compute in.
-        draft: that is to draft for it, if any, as of `Running`.
-    """
+    """Everything that can be asked of a model with the shapes of its tensors, on numbers of ranks, in a dtype."""
 
     model: Model
     ranks: Sequence[int]
@@ -215,7 +203,6 @@ class Capabilities:
         return plural(len(mixture.edits), "edit")
 
     def exporting(self) -> Iterator[Question]:
-        """Maps by the form that their programs get, and for forms, whether they hold pairs."""
         if self.unexportable:
             yield "all programs", lambda: Verdict("", "", NO, self.unexportable)
             return
@@ -224,7 +211,7 @@ class Capabilities:
 
     @cached_property
     def unexportable(self) -> str:
-        """The reason why the model cannot be exported; empty if it can."""
+        """Empty if the model can be exported."""
         try:
             check_exportable(self.model)
         except (ValueError, OSError) as refusal:
@@ -245,7 +232,6 @@ class Capabilities:
     # Where it runs.
 
     def on_ranks(self) -> Iterator[Question]:
-        """Numbers of ranks, and the programs that a bench knows by name."""
         for count in self.ranks:
             yield plural(count, "rank"), partial(self._shared, count)
         if self.draft is not None:
@@ -287,7 +273,6 @@ class Capabilities:
         return self._on_each(lambda ranks: variant(numbered, self.model.program, every, ranks), own)
 
     def _on_each(self, program: Callable[[int], Program], sliced: bool = False) -> Verdict:
-        """A program on each number of ranks, of several if it has a slice for each."""
         counts = [count for count in self.ranks if count > 1 or not sliced]
         asked = [(plural(n, "rank"), 1, lambda n=n: self._planned(n, program(n))) for n in counts]
         return _together(asked)
@@ -312,7 +297,6 @@ class Capabilities:
     # What trains it.
 
     def training(self) -> Iterator[Question]:
-        """Healing, by what of the model is trained, and racks."""
         pairs = self.maps[PAIRS]
         program = self.model.own or (pairs[0].program if isinstance(pairs, list) else self.model.program)
         for scope in SCOPES if self.model.family.mixture else SCOPES[:-1]:  # the last one is of mixtures alone
@@ -338,7 +322,6 @@ class Capabilities:
         return f"they may begin at {plural(len(cuts), 'layer')}"
 
     def _over(self, name: str, ask: Callable[[Program], str]) -> Verdict:
-        """A map's programs, all stretches of layers together."""
         places = self.maps[name]
         if not isinstance(places, list):
             raise places
@@ -346,7 +329,6 @@ class Capabilities:
 
 
 def _for_several(name: str) -> bool:
-    """Tell whether a variant has a slice for each of several ranks."""
     return VARIANTS[name].ranks is not None or VARIANTS[name].over is not None
 
 
@@ -365,11 +347,7 @@ def answer(area: str, what: str, ask: Callable[[], Said]) -> Verdict:
 
 
 def _together(questions: Sequence[tuple[str, int, Callable[[], str]]]) -> Verdict:
-    """One answer for several places, or numbers of ranks: what there is to say of each where they differ.
-
-    Args:
-        questions: of one of so many places that are alike.
-    """
+    """One answer for several places, or numbers of ranks; questions come with the number of places that are alike."""
     given = [(answer("", what, ask), count) for what, count, ask in questions]
     total = sum(count for _, count in given)
     said = dict[str, int]()
@@ -448,7 +426,6 @@ def _quantised(said: Any) -> str:
 
 
 def _listed(entries: Mapping[str, Any]) -> str:
-    """Entries of a configuration, lists of numbers by their length."""
     said = []
     for name, value in entries.items():
         if isinstance(value, Mapping):

@@ -6,30 +6,10 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Unpack
 
 from surgeon.commands.command import command, option
-from surgeon.commands.options import (
-    CacheMemory,
-    Checkpoint,
-    Decoding,
-    Draft,
-    DraftTokens,
-    Dtype,
-    Halves,
-    Kv,
-    LowRank,
-    MinP,
-    ProgramText,
-    Ranks,
-    RepetitionPenalty,
-    Seed,
-    Stop,
-    System,
-    Temperature,
-    TopK,
-    TopP,
-)
+from surgeon.commands.options import CacheMemory, Checkpoint, System, WritingFlags
 
 if TYPE_CHECKING:
     from surgeon.runtime.conversation import Conversation
@@ -69,7 +49,7 @@ def _show(call: Callable[[], Conversation]) -> None:
 
 
 def _lines(is_terminal: bool) -> Iterator[str]:
-    """What is typed or piped in, line by line, until /exit or its end; at a terminal lines can be edited."""
+    """Lines that are typed or piped in, until /exit or the end; at a terminal they can be edited."""
     if is_terminal:
         with suppress(ImportError):
             import readline
@@ -120,23 +100,8 @@ def chat(
     max_new_tokens: Annotated[
         int | None, option("How many tokens an answer may have. Default: as many as there is room for.", least=1)
     ] = None,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    min_p: MinP = 0.0,
-    repetition_penalty: RepetitionPenalty = None,
-    seed: Seed = None,
-    stop: Stop = (),
     memory: CacheMemory = None,
-    draft: Draft = None,
-    draft_tokens: DraftTokens = None,
-    ranks: Ranks = 1,
-    program: ProgramText = None,
-    dtype: Dtype = "auto",
-    decoding: Decoding = "auto",
-    low_rank: LowRank = "auto",
-    kv: Kv = "auto",
-    halves: Halves = "off",
+    **writing: Unpack[WritingFlags],
 ) -> Conversation:
     """Talk with a model, on one or more ranks.
 
@@ -147,43 +112,21 @@ def chat(
     generate.
 
     Raises:
-        FileNotFoundError, ValueError: if the model cannot be used or cannot run so, its tokenizer has no chat template
-            or one that takes no system message, or a number is out of its range.
+        FileNotFoundError, ValueError: if model or options cannot be used, or the chat template takes no system message.
         RankFailed: if a rank fails.
     """
     from surgeon.checkpoint.messages import chat_text, opening
     from surgeon.commands.generate import choose_sampling
-    from surgeon.commands.on_ranks import draft_program, stored_model
-    from surgeon.memory import parse_size
+    from surgeon.commands.opening import service_options, stored_model
     from surgeon.opened import open_model
-    from surgeon.runtime.batching.request import Sampling
     from surgeon.runtime.conversation import Conversation
     from surgeon.runtime.service import Service
-    from surgeon.runtime.service_options import ServiceOptions
-    from surgeon.runtime.worker.options import RankOptions
 
-    stored, program = stored_model(model, program)
+    stored, program = stored_model(model, writing.get("program"))
     opened = open_model(stored)
-    most = sys.maxsize if max_new_tokens is None else max_new_tokens
-    sampling = choose_sampling(
-        opened.folder,
-        repetition_penalty,
-        Sampling(temperature, top_p, top_k, min_p, seed=seed, max_new_tokens=most, stop=tuple(stop)),
-    )
+    sampling = choose_sampling(opened.folder, writing, max_new_tokens or sys.maxsize)
     tokenizer = opened.tokenizer
     # What the template does not take is said before ranks are started in vain.
     chat_text(tokenizer, [*opening(system), {"role": "user", "content": "?"}], opened.name)
-    options = ServiceOptions(
-        draft=draft_program(opened, draft),
-        ranks=RankOptions.of(ranks),
-        program=program,
-        draft_tokens=draft_tokens,
-        dtype=dtype,
-        decoding=decoding,
-        low_rank=low_rank,
-        kv=kv,
-        halves=halves,
-        max_batch=1,
-        memory=parse_size(memory) if isinstance(memory, str) else memory,
-    )
+    options = service_options(opened, program, writing, max_batch=1, memory=memory)
     return Conversation(Service(opened, options, tokenizer), tokenizer, sampling, system)

@@ -3,8 +3,9 @@
     @command()
     def paint(wall: Annotated[str, option("The wall.")], *, coats: Annotated[int, option("How many.", least=1)] = 1):
 
-From it follow the section "Args" of the docstring, the checks of numbers, and what typer reads (`line_of`). Light, as
-every module here is at its top: what a command needs, it imports when it runs.
+From it follow the section "Args" of the docstring, the checks of numbers, and what typer reads (`line_of`). Options of
+several commands are keys of a TypedDict, declared once: `**text: Unpack[TextFlags]`. Modules here are light at their
+top: a command imports what it needs when it runs.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ from __future__ import annotations
 import builtins
 import inspect
 import re
+import sys
 import textwrap
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial, wraps
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, ForwardRef, Literal, TypeVar, Union, cast, get_args, get_origin
+from typing import Annotated, Any, ForwardRef, Literal, TypeVar, Union, Unpack, cast, get_args, get_origin
 
 import typer
 
@@ -32,17 +34,18 @@ _DOC_WIDTH = 110
 
 @dataclass(frozen=True)
 class Declaration:
-    """What a parameter is beside its type and its default.
+    """A parameter beside its type and its default.
 
     Attributes:
         help: for the command line and for "Args".
-        flags: of the command line, where that is not the parameter's name.
+        flags: of the command line, in place of the parameter's name.
         least: of a number; less is refused in Python, too.
         splits: whether one text of a list may hold several values, with commas between.
-        kind: that the command line reads, where the type does not say.
-        made_by: a function whose parameters are options of the command line, and which returns the parameter's value.
-        python: whether it is of the function alone, no option of the command line.
-        more: for typer; `argument` makes an argument of what has a default.
+        kind: type that the command line reads, in place of the annotation.
+        made_by: makes the value of options of the command line, its parameters.
+        default: of a key of a TypedDict.
+        python: whether it is of the function alone.
+        more: for typer; `argument` makes an argument of a parameter with a default.
     """
 
     help: str
@@ -51,6 +54,7 @@ class Declaration:
     splits: bool = False
     kind: Any = None
     made_by: Callable[..., Any] | None = None
+    default: Any = None
     python: bool = False
     more: Mapping[str, Any] = field(default_factory=dict)
 
@@ -61,29 +65,31 @@ def option(
     least: float | None = None,
     kind: Any = None,
     made_by: Callable[..., Any] | None = None,
+    default: Any = None,
     **more: Any,
 ) -> Declaration:
-    """An option, or the argument that it is without a default; as of `Declaration`."""
-    return Declaration(help, flags, least, kind=kind, made_by=made_by, more=more)
+    """Declare an option, or without a default an argument."""
+    return Declaration(help, flags, least, kind=kind, made_by=made_by, default=default, more=more)
 
 
 def keyword(help: str) -> Declaration:
-    """A parameter of the function that is no option of the command line."""
+    """Declare a parameter of the function alone."""
     return Declaration(help, python=True)
 
 
-def several(help: str, *flags: str, kind: Any = None, **more: Any) -> Declaration:
-    """An option of several values, with commas between or the option again; of the type of a sequence."""
-    return Declaration(f"{help} Several by commas, or the option again.", flags, splits=True, kind=kind, more=more)
+def several(help: str, *flags: str, kind: Any = None, default: Any = None, **more: Any) -> Declaration:
+    """Declare an option of several values, with commas between or the option again; of the type of a sequence."""
+    said = f"{help} Several by commas, or the option again."
+    return Declaration(said, flags, splits=True, kind=kind, default=default, more=more)
 
 
 def later(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Have `show` get a maker with its options bound, to be called when there is more to know."""
+    """Have `show` get a maker with its options bound, to be called when more is known."""
     return wraps(make)(lambda **flags: partial(make, **flags))
 
 
 def print_result(call: Callable[[], Any]) -> None:
-    """Print what a function returns, where that says something, and the files that it has written."""
+    """Print the result of a function, if it has text, and the files that it has written."""
     found = call()
     for line in filter(None, [str(found), *getattr(found, "files", ())]):
         print(line)
@@ -96,14 +102,13 @@ def command(
 
     Args:
         show: runs it from the command line: gets the function with its options bound, prints, and may return an exit
-            code. Parameters that `show` has beside that are options of the command line alone, in place of the
-            function's of the same name.
-        name: of the command, where it is not the function's.
+            code. Its further parameters are options of the command line alone, or replace the function's of that name.
+        name: of the command, in place of the function's.
     """
 
     def declare(function: _Function) -> _Function:
         parameters = declared(function)
-        signature = inspect.signature(function)
+        signature = _unpacked(function, parameters)
 
         @wraps(function)
         def call(*positional: Any, **given: Any) -> Any:
@@ -115,6 +120,7 @@ def command(
                     raise ValueError(f"{one.name} must be at least {least:g}, not {value}")
             return function(*positional, **given)
 
+        vars(call)["__signature__"] = signature
         call.__doc__ = _with_arguments(inspect.getdoc(function) or "", parameters)
         line = _line(call, parameters, show)
         line.__name__ = name or function.__name__
@@ -132,7 +138,7 @@ def line_of(function: Callable[..., Any]) -> Callable[..., int | None]:
 
 @dataclass(frozen=True)
 class CommandParameter:
-    """A parameter of a command: its name, its type, its default (`inspect.Parameter.empty` for none), its option."""
+    """A parameter of a command; `inspect.Parameter.empty` stands for no default."""
 
     name: str
     type: Any
@@ -141,29 +147,59 @@ class CommandParameter:
 
 
 def declared(function: Callable[..., Any]) -> list[CommandParameter]:
-    """The parameters of a function that are options, in order."""
+    """The parameters of a function that are options, in order; in place of a TypedDict those of its keys."""
     return _declared(inspect.unwrap(function))
 
 
 @cache
 def _declared(function: Callable[..., Any]) -> list[CommandParameter]:
     names = _Names(function.__globals__, globals(), vars(builtins))
-    found = []
+    found: list[CommandParameter] = []
     for name, parameter in inspect.signature(function).parameters.items():
         hint = _evaluated(parameter.annotation, names)
-        if get_origin(hint) is not Annotated:
-            continue
-        kind, *notes = get_args(hint)
-        found += [
-            CommandParameter(name, _evaluated(kind, names), parameter.default, note)
-            for note in notes
-            if isinstance(note, Declaration)
-        ]
+        if get_origin(hint) is Unpack:
+            (group,) = get_args(hint)
+            keys = group.__annotations__.items()  # those of its own module first, then those of others
+            ordered = sorted(keys, key=lambda one: one[1].__forward_module__ != group.__module__)
+            every = [_key(*one) for one in ordered]
+        else:
+            every = [_parameter(name, parameter.annotation, names, parameter.default)]
+        found += filter(None, every)
     return found
 
 
+@cache
+def _key(name: str, annotation: ForwardRef) -> CommandParameter | None:
+    home = vars(sys.modules[str(annotation.__forward_module__)])
+    found = _parameter(name, annotation, _Names(home, globals(), vars(builtins)))
+    return found and replace(found, default=found.option.default)
+
+
+def _parameter(name: str, annotation: Any, names: Mapping[str, Any], default: Any = None) -> CommandParameter | None:
+    hint = _evaluated(annotation, names)
+    if get_origin(hint) is not Annotated:
+        return None
+    kind, *notes = get_args(hint)
+    for note in notes:
+        if isinstance(note, Declaration):
+            return CommandParameter(name, _evaluated(kind, names), default, note)
+    return None
+
+
+def _unpacked(function: Callable[..., Any], options: Sequence[CommandParameter]) -> inspect.Signature:
+    signature = inspect.signature(function)
+    given = signature.parameters
+    listed = [one for one in given.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    listed += [
+        inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=one.type)
+        for one in options
+        if one.name not in given
+    ]
+    return signature.replace(parameters=listed)
+
+
 class _Names(ChainMap[str, Any]):
-    """Of a module, and of this one for shared options; what is imported for types only is anything."""
+    """Names of a module and of this one; those imported for types only are `Any`."""
 
     def __missing__(self, key: str) -> Any:
         return Any
@@ -177,7 +213,7 @@ def _evaluated(annotation: Any, names: Mapping[str, Any]) -> Any:
 
 
 def _with_arguments(doc: str, parameters: Sequence[CommandParameter]) -> str:
-    """A docstring with what the options say; what the command line calls --so-and-so by its name in Python."""
+    """A docstring with the options' help; flags such as --so-and-so get their names in Python."""
     flags = {flag.lstrip("-"): one.name for one in parameters for flag in one.option.flags}
 
     def in_python(flag: re.Match[str]) -> str:
@@ -200,7 +236,6 @@ def _with_arguments(doc: str, parameters: Sequence[CommandParameter]) -> str:
 def _line(
     call: Callable[..., Any], parameters: Sequence[CommandParameter], show: Callable[..., int | None]
 ) -> Callable[..., int | None]:
-    """The command line of a function, as typer reads it."""
     own = {one.name: one for one in declared(show)}
     every: list[CommandParameter] = []
     waiting = [*own.values()]
@@ -267,7 +302,7 @@ def _typer_parameter(one: CommandParameter) -> inspect.Parameter:
 
 
 def _read_as(one: CommandParameter) -> tuple[Any, bool]:
-    """The type that the command line reads of a parameter, and whether it takes several of it."""
+    """The type that the command line reads, and whether it takes several of it."""
     kind = one.option.kind
     if kind is not None:
         if one.option.splits:
@@ -290,8 +325,6 @@ def _read_as(one: CommandParameter) -> tuple[Any, bool]:
 
 
 def _values(splits: bool, counts: bool) -> Callable[..., list[Any] | None]:
-    """Make the values of a list of what the command line has."""
-
     def read(param: typer.CallbackParam, values: list[Any] | None) -> list[Any] | None:
         if not values or not splits:
             return values

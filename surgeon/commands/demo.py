@@ -38,7 +38,7 @@ NEXT = (
 
 @dataclass(frozen=True)
 class Effort:
-    """How much a demo measures: on text, in windows of some length (None: the default); of trials; of speed."""
+    """Tokens of text, in windows of some length (None: the default); trials; and the size of the speed measurements."""
 
     tokens: int
     window: int | None
@@ -97,17 +97,23 @@ def demo(
     from surgeon.opened import open_model
 
     opened = open_model(model)
-    layers, name = opened.num_layers, "full" if full else "quick"
-    wanted = {"tokens": tokens, "trials": trials}
-    effort = FULL if full else QUICK
+    layers = opened.num_layers
+    name = "quick"
+    effort = QUICK
+    if opened.name != DEMO:
+        effort = OTHER
+    if full:
+        name = "full"
+        effort = FULL
     if opened.name != DEMO:
         name = f"{opened.label}-{name}"
-        effort = FULL if full else OTHER
+    wanted = {"tokens": tokens, "trials": trials}
     effort = replace(effort, **{name: value for name, value in wanted.items() if value is not None})
     steps = DemoSteps(output or Path("demo-output") / name, effort, opened, _ranks_for(opened))
     steps.scan()
     found = steps.search(layers * 4 // 5 if depth is None else depth)
-    ladder, late = steps.folder / "ladder.yaml", f"{layers // 2}:{layers}"
+    ladder = steps.folder / "ladder.yaml"
+    late = f"{layers // 2}:{layers}"
     ladder.write_text(LADDER.format(json.dumps(opened.reference), late), encoding="utf-8")
     fused = steps.export("3. Write what was found as a checkpoint", found, "lp")
     laddered = steps.export("   And a ladder over the upper half", ladder, "ladder")
@@ -121,11 +127,7 @@ def demo(
 
 
 def _ranks_for(model: Model) -> int:
-    """The fewest ranks, two or more, that can share the model.
-
-    Raises:
-        ValueError: if no few can.
-    """
+    """The fewest ranks, two or more, that can share the model."""
     from surgeon.runtime.plan.checks import make_plan
 
     for ranks in range(2, 9):
@@ -140,7 +142,7 @@ def _ranks_for(model: Model) -> int:
 
 @dataclass(frozen=True)
 class DemoSteps:
-    """The demo's steps; each shows its command, runs it, and prints what it has found."""
+    """The demo's steps; each shows its command, runs it, and prints the result."""
 
     folder: Path
     effort: Effort
@@ -152,8 +154,11 @@ class DemoSteps:
 
         output = self.folder / "scan"
         effort = self.effort
-        chosen = {} if self.model.name == DEMO else OF_OTHERS
-        typed = " --operation {operations} --every {every}".format(**chosen) if chosen else ""
+        chosen: dict[str, Any] = {}
+        typed = ""
+        if self.model.name != DEMO:
+            chosen = OF_OTHERS
+            typed = " --operation {operations} --every {every}".format(**chosen)
         _announce(
             "1. Which stretches of layers can it spare?", f"scan {self.typed} {effort.text}{typed} -o {_quoted(output)}"
         )
@@ -208,7 +213,7 @@ class DemoSteps:
             _say(line, " " * 9)
 
     def compare(self, contenders: Sequence[tuple[str, Path | None, str | Path]]) -> None:
-        """Print how good and how fast each is: a name, a recipe (None: nothing is changed), and what is run of it."""
+        """Print quality and speed of each: a name, a recipe (None: unchanged), and a model to run."""
         from surgeon.analysis.subject import open_subject
         from surgeon.commands.bench import bench
         from surgeon.findings.blocks import Table
@@ -252,7 +257,6 @@ class DemoSteps:
 
     @property
     def typed(self) -> str:
-        """The model, as it is typed."""
         return shlex.quote(self.model.name)
 
     def page(self, *runs: str) -> ReportPage:

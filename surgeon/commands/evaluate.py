@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Unpack
 
 from surgeon.commands.command import command, option, several
-from surgeon.commands.options import DATA_HELP, DEFAULT_TOKENS, ProgramText, Separator, Tokens, Window
+from surgeon.commands.options import DATA_HELP, ProgramText, TextFlags
 
 if TYPE_CHECKING:
     from surgeon.analysis.evaluate import Evaluation
@@ -45,9 +45,6 @@ def evaluate(
             kind=str,
         ),
     ] = None,
-    tokens: Tokens = DEFAULT_TOKENS,
-    window: Window = None,
-    separator: Separator = None,
     num_fewshot: Annotated[
         int | None, option("Few-shot examples for every task. Default: the task's own number.", least=0)
     ] = None,
@@ -69,6 +66,7 @@ def evaluate(
     device: Annotated[
         str, option("cpu, cuda (one GPU where the model fits, else all), or auto: cuda where there is one.")
     ] = "auto",
+    **text: Unpack[TextFlags],
 ) -> Evaluation:
     """Measure perplexity and divergence on a text (--data), and accuracy on tasks with lm-eval (--tasks).
 
@@ -82,14 +80,14 @@ def evaluate(
     answer, and if there is one chain_of_thought (a number, as in GSM8K). Its few-shot examples are its other rows.
 
     Raises:
-        FileNotFoundError, ValueError: if there is nothing to measure, or the model, the text or a task cannot be used.
+        FileNotFoundError, ValueError: if there is nothing to measure, or model, text or tasks cannot be used.
         OSError: if the output cannot be written.
     """
     from surgeon.analysis.evaluate import Evaluation, factors_of, load_asked, on_tasks, on_text
     from surgeon.commands.opening import as_list
     from surgeon.opened import EditedModel, choose_device, open_edited
     from surgeon.processes.files import make_folder
-    from surgeon.quality.data import load_windows, window_for
+    from surgeon.quality.data import DEFAULT_TOKENS, load_windows, window_for
 
     if not tasks and data is None:
         raise ValueError("there is nothing to measure; give tasks, data or both")
@@ -103,8 +101,9 @@ def evaluate(
     # What is wrong with the text or the tasks is said before anything is measured.
     windows = None
     if data is not None:
-        size = window_for(candidate.model.config, window)
-        windows = load_windows(candidate.model.tokenizer, str(data), size, tokens, separator)
+        size = window_for(candidate.model.config, text.get("window"))
+        tokens = text.get("tokens", DEFAULT_TOKENS)
+        windows = load_windows(candidate.model.tokenizer, str(data), size, tokens, text.get("separator"))
     original = None
     if data is not None and against is not None:
         original = open_edited(against)

@@ -44,9 +44,9 @@ def explore(
     Interrupted, the same command goes on where it was; with more --minutes, too.
 
     Raises:
-        FileNotFoundError, ValueError: if the model or the text cannot be used, no text is given or too
-            little, or the folder holds an exploration of something else.
-        OSError: if the folder cannot be written to.
+        FileNotFoundError, ValueError: if model or text cannot be used, the text is too short, or the folder holds
+            another exploration.
+        OSError: if it cannot be written to.
     """
     from surgeon.commands.check import check
     from surgeon.commands.exploring import Exploring, rounds_for

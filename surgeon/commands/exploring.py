@@ -56,10 +56,9 @@ SHORTEST = 64  # that a text is cut into; tokens of the shortest window
 
 
 class ExploreRound(NamedTuple):
-    """What a round measures on.
+    """The sizes of a round.
 
     Attributes:
-        name: of its folder.
         tokens: of the text, in windows of `window`; a search holds out as many.
         every: stretches of layers begin at its multiples, and their lengths are such.
         trials: of the search, at most.
@@ -73,12 +72,7 @@ class ExploreRound(NamedTuple):
 
 
 def plan_rounds(layers: int, window: int, text: int) -> list[ExploreRound]:
-    """Plan the rounds for a model of so many layers, the smallest first.
-
-    Args:
-        window: the longest that the model may get.
-        text: tokens that there are.
-    """
+    """Plan the rounds for a model of so many layers and a text of so many tokens, the smallest first."""
     rounds = []
     for count, (tokens, places, trials) in enumerate(SIZES, start=1):
         most = min(tokens, text // 2)
@@ -89,11 +83,7 @@ def plan_rounds(layers: int, window: int, text: int) -> list[ExploreRound]:
 
 
 def rounds_for(model: Model, data: str, separator: str | None) -> list[ExploreRound]:
-    """Plan the rounds that a text is long enough for.
-
-    Raises:
-        ValueError: if it is too short for the first.
-    """
+    """Plan the rounds that a text is long enough for."""
     least = 2 * SIZES[0][0]
     most = 2 * SIZES[-1][0]
     there = load_windows(model.tokenizer, data, 2, most, separator, at_most=True).ids.numel()
@@ -110,10 +100,9 @@ class Exploring:
     """An exploration under way.
 
     Attributes:
-        record: as in explore.json; `passes` are those that the page shows, `done` all that came to their end.
-        begun: when this call began, by `time.monotonic`.
-        before: seconds that earlier calls took.
-        steps: by name, what was done and the seconds that it took, in all calls.
+        record: as in explore.json; `passes` are those of the page, `done` all that came to their end.
+        begun, before: when this call began, by `time.monotonic`, and seconds of earlier calls.
+        steps: by name, their results and seconds, in all calls.
     """
 
     model: Model
@@ -128,11 +117,7 @@ class Exploring:
     steps: dict[str, tuple[str, float]] = field(default_factory=dict)
 
     def resume(self) -> None:
-        """Take in what the folder has.
-
-        Raises:
-            ValueError: if that is of something else.
-        """
+        """Take in the folder's steps, which must be of the same model and text."""
         make_folder(self.folder)
         self.record["done"] = []
         if not (self.folder / Exploration.RECORD).is_file():
@@ -151,7 +136,7 @@ class Exploring:
         self.before = earlier.spent
 
     def run(self) -> Exploration:
-        """Measure round by round until the time is over; the page has what each has found."""
+        """Measure round by round until the time is over, with a page behind each."""
         found = None
         for one in self.rounds:
             if self.measure(one):
@@ -174,16 +159,14 @@ class Exploring:
 
     @property
     def maps(self) -> list[str]:
-        """Of the scan, those that work with the model."""
         return self._works("scan", MAPS)
 
     @property
     def spaces(self) -> list[str]:
-        """Of the search, those that work with the model."""
         return [SPACES[name] for name in self._works("search", [*SPACES])]
 
     def measure(self, one: ExploreRound) -> bool:
-        """Do what is not done yet of a round, until the time is over; returns whether there was anything."""
+        """Do the rest of a round, until the time is over; returns whether there was any."""
         begun = False
         for name, what, work in self._passes(one):
             if f"{one.name}/{name}" not in self.record["done"] and self.left > 0:
@@ -192,7 +175,7 @@ class Exploring:
         return begun
 
     def _passes(self, one: ExploreRound) -> Iterator[tuple[str, str, Callable[[Path], RunResult]]]:
-        """The passes of a round that work with the model: name, what for, the call that makes it in a folder."""
+        """The passes of a round that work with the model: name, purpose, the call that makes it in a folder."""
         text: dict[str, Any] = {"tokens": one.tokens, "window": one.window}
         text |= {"separator": self.record["separator"], "memory": self.record["memory"]}
 
@@ -239,39 +222,37 @@ class Exploring:
         return Exploration(steps, record=self.record | {"spent": round(self.spent, 1)}, **found)
 
     def draw(self) -> Exploration:
-        """Put all that there is on the page, with what to do next."""
         scanned = self._scan()
         similar = self._last(Similarity)
         found = self._last(SearchResult)
         if found is not None:
             write_text(self.folder / KNEE, found.recipe_text)
+        passes = {"scan": scanned, "similarity": similar, "search": found}
         late = "the time was over before its end; with more --minutes the same command goes on"
-        compares = self._works("scan", ["similarity"])
-        reasons = {
-            "scan": (scanned, late if self.maps else "no map works with this model (surgeon check says why)"),
-            "similarity": (similar, late if compares else "it does not work with this model (surgeon check says why)"),
-            "search": (found, late if self.spaces else "layers can neither be paired nor left out (surgeon check)"),
-        }
-        left_out = {name: why for name, (there, why) in reasons.items() if there is None}
-        measured = [one for one in (scanned, similar, found) if one is not None]
+        reasons = dict.fromkeys(passes, late)
+        if not self.maps:
+            reasons["scan"] = "no map works with this model (surgeon check says why)"
+        if not self._works("scan", ["similarity"]):
+            reasons["similarity"] = "it does not work with this model (surgeon check says why)"
+        if not self.spaces:
+            reasons["search"] = "layers can neither be paired nor left out (surgeon check)"
+        measured = [one for one in passes.values() if one is not None]
         shown = [one.files[0].parent for one in measured]
         self.record["passes"] = [str(folder.relative_to(self.folder)) for folder in shown]
         self.record["plan"] = {name: measured[-1].record[name] for name in ("tokens", "window") if measured}
-        self.record["left_out"] = [f"{name}: {why}" for name, why in left_out.items()]
+        self.record["left_out"] = [f"{name}: {reasons[name]}" for name, one in passes.items() if one is None]
         self.record["next"] = [vars(one) for one in self.next_steps(scanned, found)]
         self._so_far().write(self.folder)
         page = report(self.folder, self.folder / PAGE)
-        passes = {"scan": scanned, "similarity": similar, "search": found}
         return self._so_far(checked=self.checked, page=page, files=(page.file,), **passes)
 
     def _scan(self) -> Scan | None:
-        """The scan with the most cells, of which the last one may be without an end."""
+        """The scan with the most cells; the last one may be unfinished."""
         folders = sorted(self.folder.glob("round-*/scan"))
         found = [Scan.read(one, self.model.hash) for one in folders if (one / Scan.RECORD).is_file()]
         return max(reversed(found), key=lambda one: len(one.cells), default=None)
 
     def _last(self, kind: type[Found]) -> Found | None:
-        """Read a pass of the last round in which it came to its end."""
         done = [one for one in self.record["done"] if one.endswith(f"/{kind.COMMAND}")]
         return kind.read(self.folder / done[-1], self.model.hash) if done else None
 
@@ -374,5 +355,4 @@ def _sizes(found: RunResult) -> str:
 
 
 def _figures(found: RunResult) -> str:
-    """The figures to remember of what a pass has found."""
     return "; ".join(f"{one.figure} {one.label}" for one in found.summary() if one.figure) or "done"

@@ -1,4 +1,4 @@
-"""`surgeon export`, `surgeon.export`: a model, as it is changed, as a checkpoint that other software loads."""
+"""`surgeon export`, `surgeon.export`: a changed model as a checkpoint for other software; `surgeon card`: its card."""
 
 from __future__ import annotations
 
@@ -30,13 +30,10 @@ class Exported:
     """A checkpoint that was written and proven.
 
     Attributes:
-        folder: where it lies.
-        form: that it is stored in, by its name.
-        reason: why, in a sentence.
-        program: that it runs, over the layers of the original.
-        depth: how many layers run one after the other.
+        form: its name, with the reason for it.
+        program: over the layers of the original.
+        depth: number of layers one after the other.
         size: of its weights, in bytes.
-        proof: that it computes what the program does.
     """
 
     folder: Path
@@ -49,7 +46,7 @@ class Exported:
 
     @classmethod
     def of(cls, folder: Path, proof: Proof) -> Exported:
-        """Read what an exported checkpoint says of itself."""
+        """Read the report of an exported checkpoint."""
         from surgeon.checkpoint.config import open_stored
         from surgeon.language.program import Program
 
@@ -61,7 +58,7 @@ class Exported:
         return cls(folder, report["form"], report["reason"], program, depth, stored.size, proof)
 
     def table(self) -> pd.DataFrame:
-        """One row: the folder, and what `surgeon show` says of it first."""
+        """One row, as `surgeon show` says it first."""
         import pandas as pd
 
         syncs = self.program.sync_points(2)
@@ -176,10 +173,10 @@ def export(
     that it names. Interrupted, the same command goes on where it was.
 
     Raises:
-        NotProven: if what was written does not compute what the model does, or its program is not the recipe's.
-        FileNotFoundError, ValueError: if the model, the recipe or the form cannot be used, saying why.
+        NotProven: if the checkpoint does not compute what the model does, or its program is not the recipe's.
+        FileNotFoundError, ValueError: if model, recipe or form cannot be used.
         FileExistsError: if the target is in the way.
-        OSError: if the disk is full or cannot be written; whatever is raised, the target is as it was.
+        OSError: if it cannot be written; whatever is raised, the target is as it was.
     """
     from torch import nn
 
@@ -194,14 +191,12 @@ def export(
     from surgeon.progress import progress
 
     target = Path(folder)
-    loaded = isinstance(model, nn.Module)
-    of_files = {"program": program, "original": original, "results": results, "factors": factors, "memory": memory}
-    of_memory = {"tokenizer": tokenizer, "adapter": adapter, "training": training}
-    if useless := [name for name, value in (of_files if loaded else of_memory).items() if value]:
-        if loaded:
-            which = "in memory, which is written as it is"
-        else:
-            which = "that is known by its files"
+    others: dict[str, Any] = {"tokenizer": tokenizer, "adapter": adapter, "training": training}
+    which = "that is known by its files"
+    if isinstance(model, nn.Module):
+        others = {"program": program, "original": original, "results": results, "factors": factors, "memory": memory}
+        which = "in memory, which is written as it is"
+    if useless := [name for name, value in others.items() if value]:
         raise ValueError(f"{useless[0]} is of no use for a model {which}")
     if isinstance(model, nn.Module):
         more = {"tokenizer": tokenizer, "training": training}
@@ -242,3 +237,31 @@ def _export_loaded(
     if form != "auto" or dtype is not None or overwrite or more["training"] is not None:
         raise ValueError("with its adapter apart a model keeps its form and dtype, and gets a new folder")
     return Exported.of(target / BASE, export_with_adapter(model, target, tokenizer=more["tokenizer"]))
+
+
+@command()
+def card(
+    checkpoint: Annotated[str | Path, option("A folder that surgeon export wrote.", metavar="DIR")],
+    results: Results = (),
+    overwrite: Annotated[bool, option("Replace a README.md that you have changed or written yourself, too.")] = False,
+) -> Path:
+    """Write the model card (README.md) of an exported checkpoint, with measurements of it.
+
+    It has the measurements that are given now, and no earlier ones. They must be of this checkpoint's weights, or of
+    its source's weights under the same program or unedited: others are refused. A README.md that surgeon did not
+    write, or that was changed since, is kept unless you say --overwrite. Prints the file's name.
+    """
+    from surgeon.checkpoint.belongings import CARD_FILE
+    from surgeon.commands.opening import as_list
+    from surgeon.findings.card import identity_of, open_edited, require_own_card, write_card
+    from surgeon.findings.measured import read_measured
+
+    folder = Path(checkpoint)
+    found = open_edited(folder)
+    if not overwrite:
+        require_own_card(folder)
+    measured: Sequence[CardScore] = ()
+    if results:
+        measured = read_measured([*map(Path, as_list(results))], identity_of(found))
+    write_card(folder, found.name, measured)
+    return folder / CARD_FILE

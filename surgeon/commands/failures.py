@@ -1,8 +1,7 @@
-"""What a command that fails or is interrupted says, in one line, and its exit code.
+"""The line and the exit code of a command that fails or is interrupted.
 
 1 is something the user can mend (a ValueError, an OSError, a missing extra, too little memory or disk), 2 wrong usage
-(an unknown command or option, a missing argument), 70 a defect of surgeon's, 130 an interruption, 141 that nobody
-reads standard output any more.
+(an unknown command or option, a missing argument), 70 a defect of surgeon's, 130 an interruption, 141 a closed pipe.
 """
 
 from __future__ import annotations
@@ -46,12 +45,7 @@ class Failure:
 
 
 def explain(error: BaseException, output: str | None = None) -> Failure:
-    """Put an exception into one line.
-
-    Args:
-        output: where the command was told to write, for errors of a full disk that do not name their file. One in words
-            of our own says what to do.
-    """
+    """Put an exception into one line, with the command's output for errors of a full disk without a file."""
     if is_full_disk(error) and not (isinstance(error, OSError) and error.errno is None):
         place = full_place(error) or output
         space = f"some space{_disk_of(place)}"
@@ -67,11 +61,7 @@ def explain(error: BaseException, output: str | None = None) -> Failure:
 
 
 def explain_interruption(command: str, output: str | None = None) -> Failure:
-    """Say what has become of an interrupted command's work.
-
-    Args:
-        output: where the command was told to write.
-    """
+    """Say what became of an interrupted command's work."""
     words = _INTERRUPTED.get(command)
     if command == "eval" and output is None:
         words = "no answers were kept, as they are with --output"
@@ -79,7 +69,7 @@ def explain_interruption(command: str, output: str | None = None) -> Failure:
 
 
 def _disk_of(place: str | None) -> str:
-    """Name the disk a file lies on, or would lie on; nothing for what is no file, and where there is only one."""
+    """Name the disk of a file, present or future; nothing where there is only one."""
     if place is None or "://" in place:
         return ""
     path = Path(place).absolute()

@@ -9,30 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 from surgeon.commands.command import command, keyword, later, option
-from surgeon.commands.options import (
-    Checkpoint,
-    Decoding,
-    Draft,
-    DraftTokens,
-    Dtype,
-    Halves,
-    Kv,
-    LowRank,
-    MinP,
-    ProgramText,
-    Ranks,
-    RepetitionPenalty,
-    Seed,
-    Stop,
-    System,
-    Temperature,
-    TopK,
-    TopP,
-    ranks_of,
-)
+from surgeon.commands.options import Checkpoint, SamplingFlags, System, WritingFlags, flags_in, ranks_of
 from surgeon.errors import shown
 from surgeon.named import is_recipe
 
@@ -103,7 +83,7 @@ def _show(
 
 
 def _pipeline_ranks(ranks: partial[RankOptions], stretches: int | None) -> partial[RankOptions]:
-    """As many as have a stretch each; under torchrun --tp is the number of its processes."""
+    """One for each stretch; under torchrun --tp is the number of its processes."""
     from surgeon.processes.torchrun import read_environment
 
     shared = ranks.keywords["tp"]
@@ -134,36 +114,21 @@ def generate(
         option("Put each prompt into the tokenizer's chat template, as what a user says; the text is the answer."),
     ] = False,
     system: System = None,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    min_p: MinP = 0.0,
-    repetition_penalty: RepetitionPenalty = None,
-    seed: Seed = None,
-    stop: Stop = (),
     max_batch: Annotated[int, option("Texts that are computed together; others follow as these end.", least=1)] = 32,
-    draft: Draft = None,
-    draft_tokens: DraftTokens = None,
     pipeline: Annotated[
         bool,
         option(
             "Have each of --ranks hold a stretch of the layers, in place of a share of every layer: only streams go "
-            "from one to the next. While one computes, those before it go on with other texts, or with what the coda "
-            "of the checkpoint's first rack drafts (surgeon heal --racks writes codas), which the others verify: "
-            "the same texts. For models that do not fit one machine; it was not faster than one rank."
+            "from one to the next. While one computes, those before it go on with other texts, or with drafts of the "
+            "coda of the checkpoint's first rack (surgeon heal --racks), which the others verify: the same texts. For "
+            "models that do not fit one machine; it was not faster than one rank."
         ),
     ] = False,
-    ranks: Ranks = 1,
-    program: ProgramText = None,
-    dtype: Dtype = "auto",
-    decoding: Decoding = "auto",
-    low_rank: LowRank = "auto",
-    kv: Kv = "auto",
-    halves: Halves = "off",
     on_event: Annotated[
         Callable[[GeneratedText, Event], None] | None,
         keyword("Called with a text so far and what is new of it, of one prompt after the other."),
     ] = None,
+    **writing: Unpack[WritingFlags],
 ) -> Generation:
     """Continue texts on one or more ranks; what they write goes to stdout, figures to stderr.
 
@@ -174,52 +139,44 @@ def generate(
     texts are the same for any number of ranks.
 
     Raises:
-        FileNotFoundError, ValueError: if the model cannot be used or cannot run so, a number is out of its range, or a
-            prompt is empty, too long, or not text, or there is none.
+        FileNotFoundError, ValueError: if model or options cannot be used, or a prompt is empty, too long or not text.
         RankFailed: if a rank fails.
     """
-    from surgeon.runtime.batching.request import Sampling
     from surgeon.runtime.worker.options import RankOptions
     from surgeon.runtime.worker.ranks import early_ranks
 
     if system is not None and not chat:
         raise ValueError("a system message stands in the chat template; ask for chat (--chat), too")
     texts_by_place = _by_place(prompts)
+    program = writing.get("program")
     if not isinstance(model, str | Path) or is_recipe(model):  # open, or none at all, which is said here
-        from surgeon.commands.on_ranks import stored_model
+        from surgeon.commands.opening import stored_model
         from surgeon.opened import open_model
 
         model, program = stored_model(model, program)
         model = open_model(model)
     sampling = choose_sampling(
         model if isinstance(model, str | Path) else model.folder,
-        repetition_penalty,
-        Sampling(temperature, top_p, top_k, min_p, seed=seed, max_new_tokens=max_new_tokens, stop=tuple(stop)),
+        writing,
+        max_new_tokens,
     )
-    on = RankOptions.of(ranks)
+    writing["ranks"] = on = RankOptions.of(writing.get("ranks", 1))
     with early_ranks(on) as started:
         # These need `transformers`, and take as long to import as ranks take to start.
         from surgeon.commands.generation import GeneratedText, Generation
-        from surgeon.commands.on_ranks import draft_program
+        from surgeon.commands.opening import service_options
         from surgeon.opened import open_model
         from surgeon.runtime.plan.checks import make_plan
         from surgeon.runtime.service import Service
-        from surgeon.runtime.service_options import ServiceOptions
 
         opened = open_model(model)
         shared = 1 if pipeline else on.ranks
         most = make_plan(opened, shared, None, program).max_tokens
         tokens = _encode(opened, texts_by_place, most, chat, system)
-        options = ServiceOptions(
-            draft=draft_program(opened, draft),
-            ranks=on,
-            program=program,
-            draft_tokens=draft_tokens,
-            dtype=dtype,
-            decoding=decoding,
-            low_rank=low_rank,
-            kv=kv,
-            halves=halves,
+        options = service_options(
+            opened,
+            program,
+            writing,
             max_batch=min(max_batch, len(tokens)),
             max_tokens=max(map(len, tokens)) + max_new_tokens,
             max_waiting=len(tokens),
@@ -239,7 +196,6 @@ def generate(
 
 
 def _by_place(prompts: str | Sequence[str] | Mapping[str, str]) -> Mapping[str, str]:
-    """The prompts, by what errors call the place of each."""
     if isinstance(prompts, str):
         prompts = [prompts]
     if not prompts:
@@ -252,17 +208,15 @@ def _by_place(prompts: str | Sequence[str] | Mapping[str, str]) -> Mapping[str, 
     return prompts
 
 
-def choose_sampling(folder: str | Path, repetition_penalty: float | None, asked: Sampling) -> Sampling:
-    """Add what a checkpoint says to how tokens were asked to be chosen.
-
-    What has no effect, and what the checkpoint asks for that is not done, is warned of.
-    """
+def choose_sampling(folder: str | Path, flags: SamplingFlags, max_new_tokens: int) -> Sampling:
+    """Add a checkpoint's defaults to how tokens are to be chosen; warn of all that has no effect."""
     from surgeon.checkpoint.texts import read_defaults
     from surgeon.runtime.batching.request import Sampling
 
     defaults = read_defaults(folder)
-    chosen = defaults.applied() | ({} if repetition_penalty is None else {"repetition_penalty": repetition_penalty})
-    sampling = replace(asked, **chosen)
+    asked = {name: value for name, value in flags_in(SamplingFlags, flags).items() if value is not None}
+    asked["stop"] = tuple(flags.get("stop", ()))
+    sampling = Sampling(**defaults.applied() | asked, max_new_tokens=max_new_tokens)
     changed = [name for name in ("top_p", "top_k", "min_p") if getattr(sampling, name) != getattr(Sampling, name)]
     if not sampling.temperature and (idle := changed + (["seed"] if sampling.seed is not None else [])):
         warnings.warn(f"{', '.join(idle)}: of no effect without a temperature, which draws tokens", stacklevel=4)
@@ -276,7 +230,7 @@ def choose_sampling(folder: str | Path, repetition_penalty: float | None, asked:
 
 
 def _encode(model: Model, prompts: Mapping[str, str], most: int, chat: bool, system: str | None) -> list[list[int]]:
-    """The token ids of the prompts, at most so many of each; an error says where a prompt stands, if there are more."""
+    """The token ids of the prompts, at most so many of each; of several, an error names the prompt."""
     from surgeon.checkpoint.messages import chat_text, opening
     from surgeon.checkpoint.texts import Encoder, encode
 
@@ -296,13 +250,9 @@ def _encode(model: Model, prompts: Mapping[str, str], most: int, chat: bool, sys
 
 
 def read_prompts(given: Sequence[str], file: Path | None) -> dict[str, str]:
-    """The prompts by where they stand, such as "prompts.txt:3": those given in the command line, then a file's.
+    """The prompts by their places, such as "prompts.txt:3": those of the command line, then a file's.
 
     A text file has one on each line, blank lines left out; the rows of a .jsonl or .parquet file have it as "prompt".
-
-    Raises:
-        FileNotFoundError, OSError: if the file cannot be read.
-        ValueError: if there are none, the file is not text, or a row of it has none.
     """
     from surgeon.quality.tables import is_table, open_table, read_column
     from surgeon.quality.text_files import Reading, read_pieces

@@ -1,4 +1,4 @@
-"""What `surgeon.generate` gives: the texts, and what it took to write them, in a few lines for a terminal."""
+"""The result of `surgeon.generate`: texts, and their figures in a few lines for a terminal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _KEY = 9  # columns of what stands before a line
 
 @dataclass(kw_only=True)
 class GeneratedText(Answer):
-    """What has been written after one prompt."""
+    """The text after one prompt."""
 
     prompt: str
 
@@ -38,15 +38,7 @@ class GeneratedText(Answer):
 
 @dataclass(frozen=True, repr=False)
 class Generation:
-    """Texts that go on from prompts; as text, what it took to write them.
-
-    Attributes:
-        texts: one for each prompt, in their order.
-        plan: the model and the program that the ranks ran.
-        ranks: that ran it.
-        figures: of all passes, by rank.
-        drafts: whether tokens were to be drafted.
-    """
+    """Texts that go on from prompts, in their order, with the figures of all passes, by rank; as text, the figures."""
 
     texts: tuple[GeneratedText, ...]
     plan: Plan
@@ -55,7 +47,7 @@ class Generation:
     drafts: bool = False
 
     def table(self) -> pd.DataFrame:
-        """One row per text: its prompt, what was written, and what that took."""
+        """One row per text: its prompt, the text, and its figures."""
         rows = [
             {
                 "prompt": text.prompt,
@@ -74,13 +66,15 @@ class Generation:
 
     def __str__(self) -> str:
         plan = self.plan
-        usages = [text.usage for text in self.texts]
         first = self.figures[0]
         program = Program.parse(plan.program)
         depth = program.effective_depth(plan.family.steps_per_layer)
-        cached = sum(usage.cached for usage in usages)
-        shared = f" ({cached} more were shared)" if cached else ""
-        texts = "" if len(usages) == 1 else f" of {len(usages)} texts"
+        shared = ""
+        if cached := self._total("cached"):
+            shared = f" ({cached} more were shared)"
+        texts = ""
+        if len(self.texts) > 1:
+            texts = f" of {len(self.texts)} texts"
         seconds = first.decode.seconds + first.drafting.seconds
         if first.decode.passes:
             rate = f"{first.decode.new / seconds:.1f} tokens/s"
@@ -91,7 +85,7 @@ class Generation:
             f"ranks    {plan.ranks} ({self.ranks}, {plan.dtype})",
             f"program  effective depth {depth:g} of {plan.layers} layers",
             f"prefill  {prefill.tokens} tokens{shared} at {prefill.tokens / prefill.seconds:.1f} tokens/s",
-            f"decode   {sum(usage.new for usage in usages)} tokens{texts} at {rate}",
+            f"decode   {self._total('new')} tokens{texts} at {rate}",
         ]
         if plan.stretches:
             lines += self._pipeline()
@@ -99,30 +93,28 @@ class Generation:
             lines += self._drafts() if self.drafts else self._collectives(program)
         return "\n".join(hanging(line[:_KEY], line[_KEY:]) for line in lines)
 
+    def _total(self, name: str) -> int:
+        return sum(getattr(text.usage, name) for text in self.texts)
+
     def _pipeline(self) -> list[str]:
-        plan = self.plan
-        usages = [text.usage for text in self.texts]
-        spans = ", ".join(f"{begin}:{end}" for begin, end in pairwise((0, *plan.stretches)))
-        drafted = sum(usage.drafted for usage in usages)
-        accepted = sum(usage.accepted for usage in usages)
-        drafts = f"{accepted} of {drafted} tokens of the coda's were right ({accepted / max(1, drafted):.0%})"
-        return [
-            f"nodes    {spans}, a stretch on each rank",
-            f"drafts   {drafts if drafted else 'none: one token of each text in flight'}",
-        ]
+        spans = ", ".join(f"{begin}:{end}" for begin, end in pairwise((0, *self.plan.stretches)))
+        drafted = self._total("drafted")
+        accepted = self._total("accepted")
+        drafts = "none: one token of each text in flight"
+        if drafted:
+            drafts = f"{accepted} of {drafted} tokens of the coda's were right ({accepted / drafted:.0%})"
+        return [f"nodes    {spans}, a stretch on each rank", f"drafts   {drafts}"]
 
     def _drafts(self) -> list[str]:
-        """Lines of drafted tokens that were right, and of what a token takes then."""
-        usages = [text.usage for text in self.texts]
         first = self.figures[0]
-        drafted = sum(usage.drafted for usage in usages)
-        accepted = sum(usage.accepted for usage in usages)
+        drafted = self._total("drafted")
+        accepted = self._total("accepted")
         if not drafted:
             return ["drafts   none: the texts were too short, or it would not have paid"]
         phases = first.drafting, first.decode
         calls = sum(_calls(phase.layers) + _calls(phase.vocabulary) for phase in phases) / max(1, first.decode.new)
         passes = f"{first.drafting.passes} passes of the draft beside {first.decode.passes} of the model"
-        new = sum(usage.new for usage in usages)
+        new = self._total("new")
         per_pass = f"{new / (new - accepted):.2f} tokens of a text per pass"
         return [
             f"drafts   {accepted} of {drafted} tokens accepted ({accepted / drafted:.0%}), {passes}, {per_pass}",
@@ -156,12 +148,7 @@ class Generation:
 class _PerPass:
     """Collectives of a forward pass and bytes of a token, on the rank that has the most of them.
 
-    Of the decoding passes, if there were any: a pass with prompts takes no logits of most of its tokens.
-
-    Attributes:
-        counts: of all passes of that kind.
-        calls: collectives of one.
-        bytes: of one token.
+    Of decoding passes, if there were any: a pass with prompts takes no logits of most of its tokens.
     """
 
     def __init__(self, figures: Sequence[Figures], counts: Callable[[Phase], Counts]) -> None:

@@ -1,4 +1,4 @@
-"""`surgeon heal`, `surgeon.heal`: an edited model is trained back."""
+"""`surgeon heal`, `surgeon.heal`: training an edited model back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Unpack
 
 from surgeon.commands.command import command, later, option, several
 from surgeon.commands.options import (
@@ -34,6 +34,30 @@ if TYPE_CHECKING:
 HIDDEN_WEIGHT = 10.0  # of the streams beside the logits: in three of three edits it left a lower divergence than 1
 
 
+class TrainFlags(TypedDict, total=False):
+    """Settings of a training run."""
+
+    router: Annotated[
+        Literal["trained", "frozen"],
+        option("Whether routers of mixtures of experts are trained where they are among what is.", default="trained"),
+    ]
+    lora: Annotated[int | None, option("Train adapters of this rank on the matrices (peft).", metavar="RANK")]
+    steps: Annotated[int | None, option("Of the optimiser. Default: 1000.")]
+    epochs: Annotated[float | None, option("Passes over the text, in place of --steps.")]
+    batch: Annotated[int | None, option("Windows per step, over all processes. Default: 8.")]
+    micro_batch: Annotated[int | None, option("Windows per forward pass of a process. Default: all of its share.")]
+    learning_rate: Annotated[float | None, option("At its highest. Default: 1e-4, or 1e-3 with --lora.")]
+    schedule: Annotated[str | None, option("linear, cosine, constant, ... Default: linear.")]
+    warmup: Annotated[int | None, option("Steps in which the learning rate rises. Default: 0.")]
+    seed: Annotated[int, option("Of the order of the text, dropout, adapters, and text of --data self.", default=0)]
+    evaluate_every: Annotated[int, option("Steps between measurements on held-out text.", default=100)]
+    save_every: Annotated[int, option("Steps between checkpoints of the run.", default=100)]
+    patience: Annotated[
+        int | None,
+        option("End after so many measurements without a better one, with the best one's weights."),
+    ]
+
+
 def settings_of(
     preset: Annotated[
         str | None,
@@ -49,11 +73,6 @@ def settings_of(
             "edited sublayers only; routers: those of mixtures of experts only. Default: edited."
         ),
     ] = None,
-    router: Annotated[
-        Literal["trained", "frozen"],
-        option("Whether routers of mixtures of experts are trained where they are among what is."),
-    ] = "trained",
-    lora: Annotated[int | None, option("Train adapters of this rank on the matrices (peft).", metavar="RANK")] = None,
     distill: Annotated[
         Literal["logits", "hidden", "both"] | None,
         option(
@@ -70,47 +89,20 @@ def settings_of(
             metavar="K",
         ),
     ] = None,
-    steps: Annotated[int | None, option("Of the optimiser. Default: 1000.")] = None,
-    epochs: Annotated[float | None, option("Passes over the text, in place of --steps.")] = None,
-    batch: Annotated[int | None, option("Windows per step, over all processes. Default: 8.")] = None,
-    micro_batch: Annotated[
-        int | None, option("Windows per forward pass of a process. Default: all of its share.")
-    ] = None,
-    learning_rate: Annotated[float | None, option("At its highest. Default: 1e-4, or 1e-3 with --lora.")] = None,
-    schedule: Annotated[str | None, option("linear, cosine, constant, ... Default: linear.")] = None,
-    warmup: Annotated[int | None, option("Steps in which the learning rate rises. Default: 0.")] = None,
-    seed: Annotated[int, option("Of the order of the text, dropout, adapters, and text of --data self.")] = 0,
-    evaluate_every: Annotated[int, option("Steps between measurements on held-out text.")] = 100,
-    save_every: Annotated[int, option("Steps between checkpoints of the run.")] = 100,
-    patience: Annotated[
-        int | None,
-        option("End after so many measurements without a better one, with the best one's weights."),
-    ] = None,
     trainer_arg: TrainerArguments = None,
     *,
     by_racks: bool,
+    **flags: Unpack[TrainFlags],
 ) -> TrainSettings:
-    """The run's settings: the preset's, and over them what the user gives; printed where there is a preset."""
+    """The preset's settings, which a line names, and over them the user's."""
     from surgeon.training import settings as known
     from surgeon.training.arguments import parse_trainer_arguments
 
     scope = train
     if scope is None and by_racks:
         scope = "all"
-    values = {
-        "steps": steps,
-        "epochs": epochs,
-        "batch": batch,
-        "micro_batch": micro_batch,
-        "learning_rate": learning_rate,
-        "schedule": schedule,
-        "warmup": warmup,
-        "patience": patience,
-        "scope": scope,
-        "distillation": _distillation(distill, temperature, text_weight, teacher_top),
-    }
-    given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
-    given |= {"router": router, "lora": lora, "seed": seed, "evaluate_every": evaluate_every, "save_every": save_every}
+    others = {"scope": scope, "distillation": _distillation(distill, temperature, text_weight, teacher_top)}
+    given: dict[str, Any] = {**flags, **{name: value for name, value in others.items() if value is not None}}
     given["arguments"] = parse_trainer_arguments(trainer_arg)
     if preset is None:
         return known.TrainSettings(**given)
@@ -186,11 +178,7 @@ def racks_of(
     *,
     by_hand: bool,
 ) -> RackOptions | None:
-    """How the model is cut, and racks are trained; None where there are none.
-
-    Raises:
-        ValueError: if options do not go together, naming them.
-    """
+    """The cut into racks, and their training; None without racks."""
     from surgeon.training.model import RackOptions
 
     processes = rack_processes or by_hand
@@ -328,14 +316,13 @@ def heal(
     where it was. The result is a checkpoint as surgeon export writes it, proven to run the same program.
 
     Returns:
-        What `output.run` holds, with the checkpoint as its file; None in every process but the first, where there are
-        several (torchrun, accelerate launch), and where racks are yet to be started by hand.
+        The run in `output.run`, with the checkpoint as its file; None in every process but the first (torchrun,
+        accelerate launch), and where racks are yet to be started by hand.
 
     Raises:
-        FileNotFoundError, ValueError: if the model, a text or the settings cannot be used, or `output.run` is of
-            another run.
-        NotProven: if what was written does not compute what was trained.
-        OSError: if the output is in the way or cannot be written, or the disk is too full.
+        FileNotFoundError, ValueError: if model, text or settings cannot be used, or `output.run` is of another run.
+        NotProven: if the checkpoint does not compute what was trained.
+        OSError: if the output is in the way or cannot be written.
     """
     from surgeon.analysis.factors.recipe_factors import with_factors
     from surgeon.exports.adapters import export_with_adapter
@@ -445,7 +432,7 @@ def _check_self(is_own: bool, temperature: float, eval_data: str | Path | None, 
 
 
 def _towards_original(how: TrainSettings, tokens: int | None, by_racks: bool) -> TrainSettings:
-    """The settings, towards the original's predictions, of racks also its streams, where nothing of it is asked for."""
+    """Settings towards the original's predictions, of racks also its streams, unless they distil already."""
     from surgeon.training.distiller import Distillation
 
     if how.steps is None and how.epochs is not None and tokens is None:

@@ -1,4 +1,4 @@
-"""How commands take layers, lists and results of other passes, and how they warn."""
+"""How commands read layers, lists, results of other passes, models for ranks and drafts, and how they warn."""
 
 from __future__ import annotations
 
@@ -7,18 +7,23 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from surgeon.analysis.factors.factor_plan import plan_factors
+from surgeon.checkpoint.random_weights import RandomCheckpoint
+from surgeon.commands.options import ServiceFlags, flags_in
 from surgeon.errors import shown
 from surgeon.findings.result import RunResult
 from surgeon.language.operations.base import parse_range
 from surgeon.language.program import Program
+from surgeon.language.recipe import read_recipe
+from surgeon.memory import parse_size
+from surgeon.named import is_gguf, is_recipe, on_disk
+from surgeon.opened import EditedModel, Model, open_model
+from surgeon.runtime.service_options import CODA, LOOKUP, ServiceOptions
+from surgeon.runtime.worker.options import RankOptions
 
 
 def as_range(layers: range | str | None) -> range | None:
-    """A range of layers, written as Python slices it: "4:30" is layers 4 to 29.
-
-    Raises:
-        ValueError: if it is no range, or one that leaves layers out.
-    """
+    """Read a range of layers, written as Python slices it: "4:30" is layers 4 to 29."""
     if isinstance(layers, range) and layers.step != 1:
         raise ValueError(f"{layers} leaves layers out; give all from the first to the last, as in range(4, 30)")
     if layers is None or isinstance(layers, range):
@@ -29,18 +34,26 @@ def as_range(layers: range | str | None) -> range | None:
 
 
 def as_list(given: str | float | Path | Program | Sequence[Any]) -> list[str]:
-    """List as texts what may be given as one, or as several."""
+    """List as texts one value or several."""
     if isinstance(given, str | float | Path | Program):
         return [str(given)]
     return [str(one) for one in given]
 
 
-def as_folder(found: str | Path | RunResult) -> Path:
-    """The folder of a pass, given by its path or by what the pass has returned.
+def as_several(given: Any) -> Sequence[Any]:
+    """A sequence of one value or several."""
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        return given
+    return [given]
 
-    Raises:
-        ValueError: if it was written to no folder.
-    """
+
+def name_of(model: object) -> str:
+    """The name of a model that is open, or of one that the user names."""
+    return str(getattr(model, "name", model))
+
+
+def as_folder(found: str | Path | RunResult) -> Path:
+    """The folder of a pass, given by its path or its result."""
     if not isinstance(found, RunResult):
         return Path(found)
     if not found.files:
@@ -48,18 +61,89 @@ def as_folder(found: str | Path | RunResult) -> Path:
     return found.files[0].parent
 
 
-def check_counts(**counts: int | None) -> None:
-    """Refuse numbers of things that there has to be one of at least; None is a default.
-
-    Raises:
-        ValueError: naming the first such number.
-    """
-    for name, count in counts.items():
-        if count is not None and count < 1:
-            raise ValueError(f"{name} must be at least 1, not {count}")
-
-
 def warn(notes: Iterable[str]) -> None:
     """Warn of each."""
     for note in notes:
         warnings.warn(note, stacklevel=1)
+
+
+def service_options(
+    model: Model,
+    program: Program | str | None,
+    flags: ServiceFlags,
+    memory: int | str | None = None,
+    **more: Any,
+) -> ServiceOptions:
+    """The options of a service, with a program and other fields in place of a command's flags."""
+    chosen = flags_in(ServiceFlags, flags) | more
+    chosen |= {"ranks": RankOptions.of(flags.get("ranks", 1)), "program": program}
+    chosen["draft"] = draft_program(model, flags.get("draft"))
+    chosen["memory"] = parse_size(memory) if isinstance(memory, str) else memory
+    return ServiceOptions(**chosen)
+
+
+def stored_model(
+    model: str | Path | Model | EditedModel, program: Program | str | None
+) -> tuple[str | Path | Model, Program | str | None]:
+    """The model as it is stored, and the program that ranks run in place of its own.
+
+    Raises:
+        ValueError: if an edited model is given a program, too, or its weights do not follow from its matrices alone.
+    """
+    if not isinstance(model, EditedModel):
+        return model, program
+    if program is not None:
+        raise ValueError(f"{model.name} was edited, and has a program of its own; give the program with its model")
+    if not has_weights_of_its_model(model):
+        raise ValueError(
+            f"{model.name} was edited to have factors, heads or neurons that its matrices alone do not tell; export "
+            "it, and give the folder"
+        )
+    return model.model, model.asked
+
+
+def has_weights_of_its_model(edited: EditedModel) -> bool:
+    """Whether all weights of an edited model follow from the matrices of its model."""
+    return edited.factors is None and (edited.recipe is None or plan_factors(edited.recipe, edited.model).is_of_weights)
+
+
+def draft_program(model: Model, draft: str | Path | Program | EditedModel | None) -> Program | str | None:
+    """The program that drafts for a model, given by itself, a recipe (.yaml), or an edit of the model.
+
+    "coda", "lookup" and variants stay as they are. Of a model without weights its shapes alone tell whether a draft is
+    of another one.
+    """
+    if isinstance(draft, str | Path) and draft not in (CODA, LOOKUP):
+        there = on_disk(draft)
+    else:
+        there = None
+    if there is not None and (there.is_dir() or is_gguf(there)):
+        kind = "folder" if there.is_dir() else "model"
+        raise ValueError(
+            f"{draft} is a {kind}, and a draft is a program over the weights of the model that verifies; give the "
+            "program, a recipe (.yaml) or a variant of the model"
+        )
+    weights = model.files is not None and not isinstance(model.checkpoint, RandomCheckpoint)
+    if isinstance(draft, str | Path) and is_recipe(draft):
+        recipe = read_recipe(Path(draft))
+        of = open_model(recipe.model, weights)
+        draft = EditedModel(recipe.source, of, of.program_of(recipe), recipe)
+    if not isinstance(draft, EditedModel):
+        if isinstance(draft, Path):
+            return str(draft)
+        return draft
+    if weights:
+        same = draft.model.folder.resolve() == model.folder.resolve()
+    else:
+        same = draft.model.shapes == model.shapes
+    if not same:
+        raise ValueError(
+            f"{draft.name} edits {draft.model.name}, and a draft is a program over the weights of the model that "
+            f"verifies, {model.name}; draft with an edit of that"
+        )
+    if not has_weights_of_its_model(draft):
+        raise ValueError(
+            f"{draft.name} has factors, heads or neurons that the model's matrices alone do not tell, and drafts have "
+            "the model's weights; draft without them, or with low ranks that go by no text"
+        )
+    return draft.program

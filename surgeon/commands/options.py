@@ -1,14 +1,18 @@
-"""Options that several commands have, each declared once. Use as `data: Data` among a command's parameters."""
+"""Options of several commands, each declared once: used as `data: Data`, in groups as `**text: Unpack[TextFlags]`.
+
+A command passes a group on whole: a further key is an option of all of its commands.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 import typer
 
 from surgeon.commands.command import option, several
+from surgeon.language.operations.declare import VARIANTS, described
 from surgeon.quality import DEFAULT_TOKENS as DEFAULT_TOKENS
 from surgeon.runtime.comm.wires import WIRES
 from surgeon.words import listed
@@ -20,9 +24,15 @@ if TYPE_CHECKING:
 
 
 DATA_HELP = (
-    "Text to measure on: a UTF-8 text file, a .jsonl or .parquet file (as file:column where it is not clear which "
-    "column is meant), a folder of such files, a dataset as name[:config[:split[:column]]], or demo (source files of "
-    "the Python standard library). What is left out of it, such as rows without text, is said (docs/texts.md)."
+    "Text to measure on: a UTF-8 text file, a .jsonl or .parquet file (file:column, where several have text), a folder "
+    "of such files, a dataset as name[:config[:split[:column]]], or demo (source files of Python's standard library). "
+    "Rows without text are left out, which is said (docs/texts.md)."
+)
+COMPARED = (
+    'a program such as "A0 F0 [A1 A2] [F1 F2]", or a variant of the model: dense, '
+    + ", ".join(described(name, variant.note) for name, variant in VARIANTS.items())
+    + ", halves (itself, computed in two halves, one while the other's reductions are on their way), upper-bound "
+    "(ranks that never wait for each other: wrong results, and the best time there can be)."
 )
 
 ModelName = Annotated[
@@ -39,7 +49,6 @@ DefaultData = Annotated[
     ),
 ]
 Output = Annotated["str | Path", option("Folder for the results; made if missing.", "--output", "-o", kind=str)]
-Tokens = Annotated[int, option("Tokens to measure on, from the start of the data.")]
 Window = Annotated[int | None, option("Tokens in a window. Default: 512, or the model's positions if it has fewer.")]
 Separator = Annotated[
     str | None,
@@ -57,6 +66,7 @@ SampledAcceptance = Annotated[
     option(
         "Besides greedy acceptance, measure how often a token that a program draws would be accepted as one of the "
         "original's: sum_v min(p_v, q_v), the mean over tokens.",
+        default=False,
     ),
 ]
 ProgramText = Annotated[
@@ -86,35 +96,10 @@ CacheMemory = Annotated[
     ),
 ]
 
-# Of how texts are written.
 System = Annotated[
     str | None,
     option("A system message, before all others in the chat template; a template that takes none is refused."),
 ]
-Temperature = Annotated[
-    float, option("0 takes the most likely token each time (greedy); the higher, the more often unlikely ones.")
-]
-TopP = Annotated[
-    float, option("Draw among the fewest most likely tokens that have this probability together; 0 is greedy.")
-]
-TopK = Annotated[int, option("Draw among this many of the most likely tokens; 0 is all.")]
-MinP = Annotated[float, option("Draw among tokens at least this times as likely as the most likely one.")]
-RepetitionPenalty = Annotated[
-    float | None,
-    option(
-        "Above 1, tokens of prompt and text so far become less likely. Default: the checkpoint's own "
-        "(generation_config.json), or 1, which is none."
-    ),
-]
-Seed = Annotated[
-    int | None,
-    option(
-        "The same seed draws the same texts again, for any --tp and --max-batch: each prompt has random numbers of "
-        "its own, by the seed and its place (the first prompt, the second, and so on), whatever the others are. "
-        "Default: another seed each time."
-    ),
-]
-Stop = Annotated[Sequence[str], option("A text that ends what is written, and is no part of it; may be repeated.")]
 Rounds = Annotated[int, option("How often everything is measured.", least=1)]
 
 # Of what trains.
@@ -146,67 +131,9 @@ Dtype = Annotated[
     option(
         "What to compute in; auto: as the weights are stored, but float32 for 16-bit weights on a CPU.",
         metavar="[auto|float32|bfloat16|float16]",
+        default="auto",
     ),
 ]
-Decoding = Annotated[
-    str,
-    option(
-        "How passes that add one token to each text are computed: like others (dynamic), in a few fixed shapes "
-        "(static), or auto: on GPUs in fixed shapes, recorded as CUDA graphs where that can be; on a CPU recorded, "
-        "too, where the kernels compute all of it.",
-        metavar="[auto|dynamic|static]",
-    ),
-]
-LowRank = Annotated[
-    str,
-    option(
-        "How ranks share matrices that are two factors: first factors shared out and gathered in rank space "
-        "(gather: DeInfer), whole on every rank (replicate), as measured where they run (auto), or a sum after every "
-        "pair of factors (base: what DeInfer is compared with).",
-        metavar="[auto|gather|replicate|base]",
-    ),
-]
-Kv = Annotated[
-    str,
-    option(
-        "What is cached of attentions whose k and v are two factors each: keys and values (full); what the first "
-        "factors give, of which keys and values are made again whenever they are read (lowrank); or auto: full as long "
-        "as the cache that is asked for fits into memory so, otherwise lowrank in those attentions where that is fewer "
-        "numbers per token on the rank, if more tokens fit then.",
-        metavar="[auto|full|lowrank]",
-    ),
-]
-Halves = Annotated[
-    str,
-    option(
-        "Compute passes in two halves, one while the other's reductions are on their way: exact, and faster for "
-        "prompts where reductions take long.",
-        metavar="[on|off]",
-    ),
-]
-Draft = Annotated[
-    "str | Path | Program | EditedModel | None",
-    option(
-        'Have tokens drafted by another program over the same weights: one such as "A0 F0 [A1 A2] [F1 F2]", '
-        "that of a recipe (.yaml), or a variant of the model by its name, such as lp or tracks:4, as surgeon bench "
-        "compares them; and verified several at a time by the model: the same greedy tokens, and the same "
-        "distribution of drawn ones. It has the model's weights and cache. Or by what came behind the same few "
-        "tokens before, in the text itself (lookup), or by the first rack of a checkpoint with codas (coda; "
-        "surgeon heal --racks writes them).",
-        metavar="[RECIPE|PROGRAM|VARIANT|lookup|coda]",
-        kind=str,
-    ),
-]
-DraftTokens = Annotated[
-    int | None,
-    option(
-        "How many tokens to draft at a time, with --draft. Default: as many as pay by what was measured so far, none "
-        "among them.",
-        least=1,
-    ),
-]
-
-
 Compress = Annotated[
     str | None,
     option(
@@ -217,13 +144,9 @@ Compress = Annotated[
 
 
 def _settle_ranks(context: typer.Context, tp: int) -> int:
-    """How many ranks a command runs on: all of torchrun's, else as many as --tp says.
+    """The number of ranks: all of torchrun's, else that of --tp.
 
-    A process of torchrun's whose rank is not 0 does not come back from here: it is that rank until rank 0 ends.
-
-    Raises:
-        ValueError: if --tp is given and torchrun has started another number, or its variables make no sense.
-        OSError: if rank 0 is not found, or goes.
+    A process of torchrun's of another rank than 0 is that rank here until rank 0 ends, and never returns.
     """
     from surgeon.processes.torchrun import check_ranks, read_environment
 
@@ -271,11 +194,7 @@ def ranks_of(
     ] = None,
     compress: Compress = None,
 ) -> RankOptions:
-    """The ranks that a command line asks for.
-
-    Raises:
-        ValueError: if the options do not fit each other or this machine.
-    """
+    """The ranks that a command line asks for."""
     from surgeon.runtime.comm.link import parse_link
     from surgeon.runtime.worker.options import RankOptions, choose_device
 
@@ -284,5 +203,142 @@ def ranks_of(
 
 Ranks = Annotated[
     "int | RankOptions",
-    option("How many, on GPUs where there is one for each, or what they are in full.", made_by=ranks_of),
+    option("How many, on GPUs where there is one for each, or what they are in full.", made_by=ranks_of, default=1),
 ]
+
+
+class TextFlags(TypedDict, total=False):
+    """A text to measure on."""
+
+    tokens: Annotated[int, option("Tokens to measure on, from the start of the data.", default=DEFAULT_TOKENS)]
+    window: Window
+    separator: Separator
+
+
+class MeasuringFlags(TextFlags, total=False):
+    """A text, and a limit of memory."""
+
+    memory: Memory
+
+
+class WayFlags(TypedDict, total=False):
+    """How ranks compute a program."""
+
+    dtype: Dtype
+    decoding: Annotated[
+        str,
+        option(
+            "How passes that add one token to each text are computed: like others (dynamic), in a few fixed shapes "
+            "(static), or auto: on GPUs in fixed shapes, recorded as CUDA graphs where that can be; on a CPU recorded, "
+            "too, where the kernels compute all of it.",
+            metavar="[auto|dynamic|static]",
+            default="auto",
+        ),
+    ]
+    low_rank: Annotated[
+        str,
+        option(
+            "How ranks share matrices that are two factors: first factors shared out and gathered in rank space "
+            "(gather: DeInfer), whole on every rank (replicate), as measured where they run (auto), or a sum after "
+            "every pair of factors (base: what DeInfer is compared with).",
+            metavar="[auto|gather|replicate|base]",
+            default="auto",
+        ),
+    ]
+    kv: Annotated[
+        str,
+        option(
+            "What is cached of attentions whose k and v are two factors each: keys and values (full); what the first "
+            "factors give, of which these are made again at every read (lowrank); or auto: full as long as the cache "
+            "fits into memory, otherwise lowrank where that is fewer numbers per token, if more tokens fit then.",
+            metavar="[auto|full|lowrank]",
+            default="auto",
+        ),
+    ]
+
+
+class RunFlags(TypedDict, total=False):
+    """A program on ranks, and its draft."""
+
+    draft: Annotated[
+        str | Path | Program | EditedModel | None,
+        option(
+            "Have tokens drafted, and verified several at a time by the model: the same greedy tokens, and the same "
+            'distribution of drawn ones. By a program on its weights and cache, such as "A0 F0 [A1 A2] [F1 F2]", that '
+            "of a recipe (.yaml), or a variant by its name, such as lp or tracks:4, as surgeon bench compares them; by "
+            "what came behind the same few tokens before, in the text itself (lookup); or by the first rack of a "
+            "checkpoint with codas (coda; surgeon heal --racks writes them).",
+            metavar="[RECIPE|PROGRAM|VARIANT|lookup|coda]",
+            kind=str,
+        ),
+    ]
+    draft_tokens: Annotated[
+        int | None,
+        option(
+            "How many tokens to draft at a time, with --draft. Default: as many as pay by what was measured so far.",
+            least=1,
+        ),
+    ]
+    ranks: Ranks
+    program: ProgramText
+
+
+class ServiceFlags(RunFlags, WayFlags, total=False):
+    """How ranks run a model that answers requests."""
+
+    halves: Annotated[
+        str,
+        option(
+            "Compute passes in two halves, one while the other's reductions are on their way: exact, and faster for "
+            "prompts where reductions take long.",
+            metavar="[on|off]",
+            default="off",
+        ),
+    ]
+
+
+class SamplingFlags(TypedDict, total=False):
+    """How tokens are chosen."""
+
+    temperature: Annotated[
+        float,
+        option(
+            "0 takes the most likely token each time (greedy); the higher, the more often unlikely ones.", default=0.0
+        ),
+    ]
+    top_p: Annotated[
+        float,
+        option(
+            "Draw among the fewest most likely tokens that have this probability together; 0 is greedy.", default=1.0
+        ),
+    ]
+    top_k: Annotated[int, option("Draw among this many of the most likely tokens; 0 is all.", default=0)]
+    min_p: Annotated[
+        float, option("Draw among tokens at least this times as likely as the most likely one.", default=0.0)
+    ]
+    repetition_penalty: Annotated[
+        float | None,
+        option(
+            "Above 1, tokens of prompt and text so far become less likely. Default: the checkpoint's own "
+            "(generation_config.json), or 1, which is none."
+        ),
+    ]
+    seed: Annotated[
+        int | None,
+        option(
+            "The same seed draws the same texts again, for any --tp and --max-batch: each prompt has random numbers of "
+            "its own, by the seed and its place among the prompts. Default: another seed each time."
+        ),
+    ]
+    stop: Annotated[
+        Sequence[str], option("A text that ends what is written, and is no part of it; may be repeated.", default=())
+    ]
+
+
+class WritingFlags(SamplingFlags, ServiceFlags, total=False):
+    """How texts are written on ranks."""
+
+
+def flags_in(group: type[Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Take those flags that a group has."""
+    return {name: value for name, value in flags.items() if name in group.__annotations__}

@@ -1,4 +1,4 @@
-"""`surgeon predict`, `surgeon.predict`: what programs would cost on hardware that is described."""
+"""`surgeon predict`, `surgeon.predict`: costs of programs on hardware that is described."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from surgeon.commands.command import command, option, several
-from surgeon.commands.options import Batches, Compress, ProgramText, VariantLayers
-from surgeon.language.operations.declare import VARIANTS, described
+from surgeon.commands.options import COMPARED, Batches, Compress, ProgramText, VariantLayers
 
 if TYPE_CHECKING:
     from surgeon.cost.deployment import Deployment
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
     from surgeon.findings.prediction import Predictions
     from surgeon.language.program import Program
     from surgeon.opened import EditedModel, Model
-
-_VARIANTS_LISTED = ", ".join(described(name, variant.note) for name, variant in VARIANTS.items())
 
 
 def deployment_of(
@@ -58,11 +55,7 @@ def deployment_of(
     ] = None,
     link_bandwidth: Annotated[str | None, option("Likewise: bytes per second that a rank can send, e.g. 1GB.")] = None,
 ) -> Deployment:
-    """How a command line spreads a model over hardware.
-
-    Raises:
-        ValueError: if there is no such way or dtype.
-    """
+    """The spread of a model over hardware."""
     from surgeon.cost.deployment import Deployment
     from surgeon.runtime.comm.link import parse_link
 
@@ -102,12 +95,7 @@ def predict(
     *,
     compare: Annotated[
         str | Path | Program | Sequence[str | Path | Program],
-        several(
-            "Predict this too, and compare. Another model or recipe, a program such as "
-            f'"A0 F0 [A1 A2] [F1 F2]", or a variant of the model: dense, {_VARIANTS_LISTED}, halves (itself, '
-            "computed in two halves, one while the other's reductions are on their way), upper-bound (ranks that never "
-            "wait for each other: wrong results, and the best time there can be).",
-        ),
+        several("Predict this too, and compare. Another model or recipe, " + COMPARED),
     ] = (),
     layers: VariantLayers = None,
     program: ProgramText = None,
@@ -165,19 +153,18 @@ def predict(
 
     Raises:
         FileNotFoundError: if there is no such model, recipe or hardware file.
-        ValueError: if the model or the hardware cannot be read, lacks a figure, or a program cannot run so or does not
-            fit into memory; in a sweep that is said in its cells.
+        ValueError: if one cannot be read, or a program cannot run so or does not fit into memory; cells of a sweep
+            have that in words.
     """
     import pandas as pd
 
-    from surgeon.commands.opening import as_list, as_range
+    from surgeon.commands.opening import as_list, as_range, name_of
     from surgeon.commands.predictions import draft_table, heading_of, open_draft, record_of, sweep_cells
     from surgeon.cost.candidates import open_candidates
     from surgeon.cost.drafts import read_chances
     from surgeon.cost.hardware import Hardware, load_hardware
     from surgeon.cost.sweep import explain_memory, prediction_table
     from surgeon.findings.prediction import Predictions
-    from surgeon.opened import EditedModel, Model
     from surgeon.processes.files import make_folder
 
     if draft is not None and compare:
@@ -200,7 +187,7 @@ def predict(
     if draft is not None:
         said["heading"] += f"; drafts of {candidates[1].name}"
         drafts, said["refused"] = draft_table(cells, machine, chances, sweep is not None)
-    name = model.name if isinstance(model, Model | EditedModel) else str(model)
+    name = name_of(model)
     found = Predictions(prediction_table(cells), drafts, cells, record=said | {"model": name})
     if output is None:
         return found

@@ -1,4 +1,4 @@
-"""Predictions for programs on hardware that is described, and where drafts pay."""
+"""Predictions for programs on described hardware, and of drafts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from surgeon.commands.on_ranks import draft_program
-from surgeon.commands.opening import as_list
+from surgeon.commands.opening import as_list, as_several, draft_program
 from surgeon.cost.candidates import Candidate, open_candidates
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.drafts import draft_cells
@@ -54,20 +53,23 @@ def heading_of(hardware: Hardware, cells: Sequence[SweepCell]) -> str:
     common = deployments[0]
     ranks = {one.ranks for one in deployments}
     most = max(ranks)
-    words = [words_of("ranks", most)] if len(ranks) == 1 else []
+    words = []
+    if len(ranks) == 1:
+        words.append(words_of("ranks", most))
     if most > 1:
         words.append(common.link or next(iter(hardware.links), "no link"))
     if most > (common.node or hardware.devices) and hardware.networks:
         words.append(common.network or next(iter(hardware.networks)))
-    words += [str(common.dtype), *([common.compress] if common.compress else [])]
+    words += filter(None, [str(common.dtype), common.compress])
     for axis in ("prompt", "new"):
         values = {getattr(one, axis) for one in loads}
-        words += [words_of(axis, values.pop())] if len(values) == 1 else []
+        if len(values) == 1:
+            words.append(words_of(axis, values.pop()))
     return f"{cells[0].candidate.model.label} on {hardware.name}: {', '.join(words)}"
 
 
 def record_of(name: str, hardware: Hardware, cells: Sequence[SweepCell], said: dict[str, Any]) -> dict[str, Any]:
-    """Record what is to be known of predictions beside their table."""
+    """The record beside the table of predictions."""
     programs = {
         cell.candidate.name: {"program": cell.prediction.plan.program, "model": cell.candidate.model.label}
         for cell in reversed(cells)
@@ -83,11 +85,7 @@ def record_of(name: str, hardware: Hardware, cells: Sequence[SweepCell], said: d
 
 
 def open_draft(model: Model, draft: str | Path | Program, layers: range | None) -> Candidate:
-    """What drafts for a model: a recipe, a program, or a variant of the model by name.
-
-    Raises:
-        FileNotFoundError, ValueError: if there is none, or it is of another model.
-    """
+    """Open a draft: a recipe, a program, or a variant of the model by name."""
     drafts = named_draft(str(draft_program(model, draft)))
     _, drafting = open_candidates(model, [drafts], layers=layers)
     if (there := on_disk(str(draft))) is not None:
@@ -98,16 +96,10 @@ def open_draft(model: Model, draft: str | Path | Program, layers: range | None) 
 def draft_table(
     cells: Sequence[SweepCell], hardware: Hardware, chances: Sequence[float], swept: bool
 ) -> tuple[pd.DataFrame, list[str]]:
-    """Predict where the second of two candidates drafts for the first.
-
-    Args:
-        chances: of a drafted token to be right, given that those before it are.
+    """Predict where the second of two candidates drafts for the first, by its tokens' chances to be right.
 
     Returns:
         The rows, and in a sweep, why the draft cannot run beside the model.
-
-    Raises:
-        ValueError: if the draft cannot run, without a sweep.
     """
     rows = list[dict[str, float]]()
     refused = list[str]()
@@ -126,7 +118,7 @@ def _axes(sweep: str | Sequence[str] | Mapping[str, int | Sequence[int]] | None)
         return {}
     if not isinstance(sweep, Mapping):
         return parse_sweep(",".join(as_list(sweep)))
-    axes = {name: [values] if isinstance(values, int) else [*values] for name, values in sweep.items()}
+    axes = {name: [*as_several(values)] for name, values in sweep.items()}
     for name, values in axes.items():
         if name not in AXES:
             raise ValueError(f"there is no {name!r} to sweep; {did_you_mean(name, AXES)}")

@@ -1,4 +1,4 @@
-"""`surgeon report`, `surgeon.report`: one HTML page about what other passes have found."""
+"""`surgeon report`, `surgeon.report`: one HTML page about the runs of other commands."""
 
 from __future__ import annotations
 
@@ -18,18 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReportPage:
-    """A page that was written.
-
-    Attributes:
-        file: the page, whole in itself.
-        chapters: one for each model, with what its runs say.
-    """
+    """A page that was written, with a chapter for each model."""
 
     file: Path
     chapters: Sequence[Chapter] = field(repr=False)
 
     def table(self) -> pd.DataFrame:
-        """The page's summaries: a row for each finding, with the model that it is about."""
+        """The page's summaries: a row for each finding, with its model."""
         import pandas as pd
 
         rows = [
@@ -64,18 +59,16 @@ def report(
     go together; other models get chapters of their own. Layers count from 0; stretches are named by both their ends.
 
     Raises:
-        FileNotFoundError: if a folder or a file of a run is missing.
-        ValueError: if a folder holds no known record, or a file is damaged, naming it.
+        FileNotFoundError, ValueError: if a folder or a file of a run is missing or damaged.
         OSError: if the page cannot be written.
     """
-    from surgeon.commands.opening import as_folder
+    from surgeon.commands.opening import as_folder, as_several
     from surgeon.findings.explore import Exploration
     from surgeon.findings.page import write_page
-    from surgeon.findings.result import RunResult, read_record
+    from surgeon.findings.result import read_record
 
-    several = [runs] if isinstance(runs, str | Path | RunResult) else runs
     paths: dict[Path, None] = {}
-    for folder in map(as_folder, several):
+    for folder in map(as_folder, as_several(runs)):
         paths[folder] = None
         record = folder / Exploration.RECORD
         if record.is_file():

@@ -5,20 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Unpack
 
 from surgeon.commands.command import command, option, several
-from surgeon.commands.options import (
-    DEFAULT_TOKENS,
-    DefaultData,
-    Memory,
-    ModelName,
-    Output,
-    SampledAcceptance,
-    Separator,
-    Tokens,
-    Window,
-)
+from surgeon.commands.options import DefaultData, MeasuringFlags, ModelName, Output, SampledAcceptance
 from surgeon.language.operations.declare import HEATMAPS, described
 from surgeon.named import split_values
 
@@ -73,10 +63,6 @@ def scan(
         ),
     ] = False,
     sampled_acceptance: SampledAcceptance = False,
-    tokens: Tokens = DEFAULT_TOKENS,
-    window: Window = None,
-    separator: Separator = None,
-    memory: Memory = None,
     batch: Annotated[
         int | None,
         option("Windows to run together at most. Default: what runs fastest, about 2,048 tokens on a CPU.", least=1),
@@ -90,20 +76,19 @@ def scan(
         ),
     ] = 1,
     seed: Annotated[int, option(f"Seed of the random orders of {_RANDOM}.")] = 0,
+    **text: Unpack[MeasuringFlags],
 ) -> Scan:
     """Measure what every contiguous stretch of layers tolerates, and draw it as heatmaps.
 
     Shuffles, prunes, merges and runs in parallel (all together, and two by two) each stretch of layers, and writes
-    perplexity and divergence from the original for each, with 95% intervals over windows of text, and how often
-    tokens that it drafts would be accepted (greedy_acceptance). Layers count from
-    0; the columns first and last are both included. A map over a parameter has each layer alone, with every value;
-    the table then has a column of that name. Interrupted, the same command goes on where it was; another one
-    on the same folder adds its cells.
+    perplexity and divergence from the original, with 95% intervals over windows of text, and the share of tokens that
+    it would draft rightly (greedy_acceptance). Layers count from 0; the columns first and last are both included. A
+    map over a parameter has each layer alone, with every value in a column of that name. Interrupted, the same command
+    goes on where it was; another one on the same folder adds its cells.
 
     Raises:
-        FileNotFoundError, ValueError: if the model or the text cannot be used, there is no such heatmap or range, or
-            the folder holds a scan of something else.
-        OSError: if the folder cannot be written to.
+        FileNotFoundError, ValueError: if model, text, maps or layers cannot be used, or the folder holds another scan.
+        OSError: if it cannot be written to.
     """
     from surgeon.analysis.cells import SCANNED, check_operations, select
     from surgeon.analysis.scan import rounds
@@ -123,7 +108,7 @@ def scan(
         max_length=max_length,
         permutations=permutations,
     )
-    subject = open_subject(opened, data, tokens, window, separator, memory, elsewhere=workers > 1)
+    subject = open_subject(opened, data, **text, elsewhere=workers > 1)
     windows = len(subject.windows.ids)
     if screen and len(rounds(windows)) == 1:
         few = f"{windows} windows are too few to screen: every cell gets all of them"

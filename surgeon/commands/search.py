@@ -5,22 +5,12 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Unpack
 
 import typer
 
 from surgeon.commands.command import command, option, several
-from surgeon.commands.options import (
-    DEFAULT_TOKENS,
-    DefaultData,
-    Memory,
-    ModelName,
-    Output,
-    SampledAcceptance,
-    Separator,
-    Tokens,
-    Window,
-)
+from surgeon.commands.options import DefaultData, MeasuringFlags, ModelName, Output, SampledAcceptance
 
 if TYPE_CHECKING:
     from surgeon.findings.result import RunResult
@@ -67,7 +57,7 @@ def _show(call: Callable[[], SearchResult]) -> None:
 
 
 def _print(key: str, text: str) -> None:
-    """A line, or where it is longer than a terminal, several, with the key before the first."""
+    """A line, or several where it is longer than a terminal, with the key before the first."""
     lines = textwrap.fill(
         text,
         _WIDTH,
@@ -79,29 +69,18 @@ def _print(key: str, text: str) -> None:
     typer.echo(lines.replace(_FIXED, " "))
 
 
-@command(_show)
-def search(
-    model: ModelName,
-    data: DefaultData = None,
-    output: Output = "runs/search",
-    trials: Annotated[int, option("How many programs to try in all.", "--trials", least=1)] = 60,
-    *,
-    minutes: Annotated[
-        float | None,
-        option(
-            "Begin no more trials after so many minutes, however many are left; with more minutes the same command "
-            "goes on. What single edits do is measured in any case."
-        ),
-    ] = None,
+class ProblemFlags(MeasuringFlags, total=False):
+    """A search's question, with its text."""
+
     space: Annotated[
         str | Sequence[str] | None,
         several(
-            "What may change, one or several at once: pair (LP; pair:4 groups of 2 to 4), par, ladder, drop, repeat, "
-            "order, tracks, desync, fuse, width, rank, experts. docs/searching.md describes them. Default: pair for a "
-            "depth, else all common ones that lessen what is asked for.",
+            "What may change: pair (LP; pair:4 groups of 2 to 4), par, ladder, drop, repeat, order, tracks, desync, "
+            "fuse, width, rank, experts (docs/searching.md). Default: pair for a depth, else all common ones that "
+            "lessen what is asked for.",
             metavar="NAME[:N],...",
         ),
-    ] = None,
+    ]
     budget: Annotated[
         str | Sequence[str] | None,
         several(
@@ -110,45 +89,68 @@ def search(
             "perplexity<=1.05x. With both, also the front between them. Without one: how deep is this model really, "
             "and how large?"
         ),
-    ] = None,
+    ]
     objective: Annotated[
         str | Sequence[str],
         several(
             "What to make small: divergence, perplexity, accuracy:TASK, or a cost such as depth or size. Several give "
             "a Pareto front, and so does a cost without a limit of quality. Or draft (on this machine; "
-            "draft@h100-sxm): the program with which generate --draft is expected to be fastest. Default: divergence."
+            "draft@h100-sxm): the program with which generate --draft is expected to be fastest. Default: divergence.",
+            default="divergence",
         ),
-    ] = "divergence",
-    sampled_acceptance: SampledAcceptance = False,
-    sampler: Annotated[
-        str,
-        option(
-            "Who proposes programs: surgeon, from what every edit does alone and from all trials; or one of Optuna's "
-            "on the same parameters and constraints: tpe, gp, cmaes, nsga2, random."
-        ),
-    ] = "surgeon",
-    seed: Annotated[int, option("For Optuna's samplers.")] = 0,
-    ranks: Annotated[int, option("Tensor-parallel ranks, for tracks and whatever depends on them.", least=1)] = 2,
-    batch: Annotated[int, option("For a latency, speedup or draft: texts computed together.", least=1)] = 1,
+    ]
+    sampled_acceptance: SampledAcceptance
+    ranks: Annotated[int, option("Tensor-parallel ranks, for tracks and whatever depends on them.", least=1, default=2)]
+    batch: Annotated[int, option("For a latency, speedup or draft: texts computed together.", least=1, default=1)]
     prompt: Annotated[
         int | None,
         option(
             "For a latency, speedup or draft: tokens of each prompt. Default: 1024, or half of the model's positions.",
             least=1,
         ),
-    ] = None,
+    ]
     new: Annotated[
         int | None,
         option(
-            "For a latency, speedup or draft: tokens added to each. Default: 512, or a quarter of the model's "
-            "positions.",
+            "For a latency, speedup or draft: tokens added to each. Default: 512, or a quarter of the positions.",
             least=2,
         ),
-    ] = None,
+    ]
     link_delay: Annotated[
         str | None,
         option("For a latency, speedup or draft: a link on top, how long a collective takes at least, e.g. 1ms."),
-    ] = None,
+    ]
+    using: Annotated[
+        str | Path | RunResult | Sequence[str | Path | RunResult],
+        several(
+            "What a pass over the same model has found (a folder of surgeon scan, spectrum, similarity or "
+            "sensitivity). What was measured on the same text is not measured again.",
+            metavar="FOLDER",
+            kind=list[str],
+            default=(),
+        ),
+    ]
+
+
+class SearchFlags(ProblemFlags, total=False):
+    """A search's question, and how it is worked on."""
+
+    minutes: Annotated[
+        float | None,
+        option(
+            "Begin no more trials after so many minutes; with more minutes the same command goes on. What single "
+            "edits do is measured in any case."
+        ),
+    ]
+    sampler: Annotated[
+        str,
+        option(
+            "Who proposes programs: surgeon, from what every edit does alone and from all trials; or one of Optuna's "
+            "on the same parameters and constraints: tpe, gp, cmaes, nsga2, random.",
+            default="surgeon",
+        ),
+    ]
+    seed: Annotated[int, option("For Optuna's samplers.", default=0)]
     holdout: Annotated[
         int | None,
         option(
@@ -156,10 +158,8 @@ def search(
             "the data. 0: none. Default: as many as are searched on, or as follow, and of a short text a tenth.",
             least=0,
         ),
-    ] = None,
-    holdout_data: Annotated[
-        str | Path | None, option("Hold out this text instead, as --data takes it.", kind=str)
-    ] = None,
+    ]
+    holdout_data: Annotated[str | Path | None, option("Hold out this text instead, as --data takes it.", kind=str)]
     heal: Annotated[
         int | None,
         option(
@@ -168,12 +168,12 @@ def search(
             least=1,
             metavar="N",
         ),
-    ] = None,
+    ]
     heal_data: Annotated[
         str | Path | None,
         option("Text to heal on, as --data takes it; none of the text that is searched or judged on.", kind=str),
-    ] = None,
-    heal_batch: Annotated[int, option("For --heal: windows of text in a step.", least=1)] = 8,
+    ]
+    heal_batch: Annotated[int, option("For --heal: windows of text in a step.", least=1, default=8)]
     storage: Annotated[
         str | None,
         option(
@@ -181,28 +181,26 @@ def search(
             "journal:file for those of one. Default: a journal, study.log, in the output folder.",
             envvar="SURGEON_STORAGE",
         ),
-    ] = None,
+    ]
     study: Annotated[
         str | None,
         option(
             "The study's name in its storage. Default: search, or with --storage one that follows from the model and "
             "all settings, so that the same command is the same study."
         ),
-    ] = None,
-    workers: Annotated[int, option("Processes of this machine to work on it; they divide its cores.", least=1)] = 1,
-    tokens: Tokens = DEFAULT_TOKENS,
-    window: Window = None,
-    separator: Separator = None,
-    using: Annotated[
-        str | Path | RunResult | Sequence[str | Path | RunResult],
-        several(
-            "What a pass over the same model has found (a folder of surgeon scan, spectrum, similarity or "
-            "sensitivity). What was measured on the same text is not measured again.",
-            metavar="FOLDER",
-            kind=list[str],
-        ),
-    ] = (),
-    memory: Memory = None,
+    ]
+    workers: Annotated[
+        int, option("Processes of this machine to work on it; they divide its cores.", least=1, default=1)
+    ]
+
+
+@command(_show)
+def search(
+    model: ModelName,
+    data: DefaultData = None,
+    output: Output = "runs/search",
+    trials: Annotated[int, option("How many programs to try in all.", "--trials", least=1)] = 60,
+    **asked: Unpack[SearchFlags],
 ) -> SearchResult:
     """Search for the change of a model that does the least to its predictions within a budget, or along one.
 
@@ -213,18 +211,18 @@ def search(
     Interrupted, the same command goes on where it was; with more --trials it adds to them.
 
     Raises:
-        FileNotFoundError, ValueError: if model, text or storage cannot be used; if what is asked for cannot be had, or
-            was not found; or if the study is of something else.
+        FileNotFoundError, ValueError: if model, text or storage cannot be used, the budget cannot be had, or the study
+            is another one.
         OSError: if the folder or the storage cannot be written to.
         ImportError: if the sampler, or the storage, needs a package that is not installed.
     """
-    arguments = locals()
     from surgeon.commands.search_setup import read_question
     from surgeon.commands.searching import join_search
 
+    minutes = asked.get("minutes")
     if minutes is not None and not minutes > 0:
         raise ValueError(f"minutes must be more than 0, not {minutes:g}; give none to try all {trials} programs")
-    question = read_question(arguments)
+    question = read_question({**asked, "data": data, "output": output, "trials": trials})
     found = join_search(model, question, worker=0)
     assert found is not None
     return found

@@ -1,45 +1,41 @@
-"""`surgeon.SearchProblem`: what a search is about, for a study of Optuna that a notebook runs."""
+"""`surgeon.SearchProblem`: a search's question for a study of Optuna that a notebook runs."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Unpack
 
 import optuna
 from optuna.distributions import BaseDistribution
 from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial
 
-from surgeon.commands.search_setup import SearchSetup, Using, open_question, read_question
+from surgeon.commands.search import ProblemFlags
+from surgeon.commands.search_setup import SearchSetup, open_question, read_question
 from surgeon.language.program import Program
 from surgeon.language.recipe import Recipe
 from surgeon.opened import Model
-from surgeon.quality.data import DEFAULT_TOKENS
 from surgeon.searches.question import SURGEON
 from surgeon.searches.search import Search, make_sampler
 
 
 class SearchProblem(Search):
-    """What to make small within what, as an objective and a space of Optuna's.
+    """An objective and a space of Optuna's, of a search's question.
 
         problem = surgeon.SearchProblem("demo", "demo", budget="depth=12")
         study = optuna.create_study(directions=problem.directions, sampler=problem.sampler())
         study.optimize(problem.objective, n_trials=30)
         problem.recipe(study.best_trial)
 
-    Limits of the budget are constraints. What parameters say is tried as far as its edits go together
-    (`Mixture.choice`). Every trial has its program and its edits among its attributes.
+    Limits of the budget are constraints. Parameters are tried as far as their edits go together (`Mixture.choice`).
+    Every trial has its program and its edits among its attributes.
 
     Args:
         model: a folder, a hub name, "demo", or a model that is open.
         data: a text file, a table or a dataset, or "demo"; by default that, with a warning.
-        space, budget, objective, ranks, batch, prompt, new, link_delay, sampled_acceptance: as `surgeon.search`
-            takes them.
-        tokens: of the text, in windows of `window`; documents are apart at `separator`.
-        memory: the most that this process may take, in bytes or as text ("2GB").
-        using: what passes over the same model have found, as `surgeon.search` takes it.
-        output: folder for what is computed once, factors and the original's predictions; by default a temporary one.
+        output: folder for factors and the original's predictions; by default a temporary one.
+        asked: space, budget, objective, tokens, using and others, as `surgeon.search` takes them.
 
     Raises:
         FileNotFoundError, ValueError: if model or text cannot be used, or what is asked for cannot be had.
@@ -50,24 +46,10 @@ class SearchProblem(Search):
         self,
         model: str | Path | Model,
         data: str | Path | None = None,
-        *,
-        space: str | Sequence[str] | None = None,
-        budget: str | Sequence[str] | None = None,
-        objective: str | Sequence[str] = "divergence",
-        ranks: int = 2,
-        batch: int = 1,
-        prompt: int | None = None,
-        new: int | None = None,
-        link_delay: str | None = None,
-        sampled_acceptance: bool = False,
-        tokens: int = DEFAULT_TOKENS,
-        window: int | None = None,
-        separator: str | None = None,
-        memory: int | str | None = None,
-        using: Using = (),
         output: str | Path | None = None,
+        **asked: Unpack[ProblemFlags],
     ) -> None:
-        question = read_question(locals())
+        question = read_question({**asked, "data": data})
         if question.is_timed_here:
             raise ValueError("time on this machine (@here) is calibrated by surgeon.search; name a hardware file here")
         _, question, pricing = open_question(model, question)
@@ -87,12 +69,12 @@ class SearchProblem(Search):
 
     @property
     def metric_names(self) -> list[str]:
-        """What the objective's values are."""
+        """Names of the objective's values."""
         return [str(aspect) for aspect in self.question.settings.recorded]
 
     @property
     def search_space(self) -> dict[str, BaseDistribution]:
-        """By the names of the parameters: of each space and layer, none ("") or one of the edits that begin there."""
+        """By parameter, one of each space and layer: none ("") or one of the edits that begin there."""
         return self.question.mixture.categories
 
     def sampler(self, name: str = SURGEON, seed: int = 0) -> BaseSampler:
@@ -105,7 +87,7 @@ class SearchProblem(Search):
         return make_sampler(self, name, seed)
 
     def program(self, trial: FrozenTrial | optuna.Trial) -> Program:
-        """What a trial of this problem tries."""
+        """The program of a trial of this problem."""
         return Program.parse(self.proposal(trial.params).key)
 
     def recipe(self, trial: FrozenTrial | optuna.Trial) -> Recipe:

@@ -1,19 +1,18 @@
-"""What a search is set up of, for the study of a command and for one that a notebook runs."""
+"""Model, text, passes and prices of a search, for the command and for notebooks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from surgeon.analysis.factors.calibration import recorded
 from surgeon.analysis.importance import expert_use, most_important
 from surgeon.analysis.subject import Subject, open_subject
-from surgeon.commands.opening import as_folder, warn
+from surgeon.commands.opening import as_folder, as_several, warn
 from surgeon.cost.hardware import Hardware
 from surgeon.errors import shown
-from surgeon.findings.result import RunResult
 from surgeon.models.edit import restore
 from surgeon.models.weights import FactorSource
 from surgeon.opened import Model, open_model
@@ -25,15 +24,12 @@ from surgeon.searches.mixture import Mixture
 from surgeon.searches.pricing import Pricing
 from surgeon.searches.question import PricedQuestion, Question, priced
 
-Using = str | Path | RunResult | Sequence[str | Path | RunResult]
-
 
 def open_question(model: str | Path | Model, question: Question) -> tuple[Model, Question, Pricing | None]:
-    """Open a model for a question, without its weights; what cannot be had is said here.
+    """Open a model for a question, without its weights, and refuse what cannot be had.
 
     Returns:
-        The model, the question with its spaces named, and its pricing: None where it takes more to know: what passes
-        have found, or the time on this machine.
+        The model, the question with its spaces named, and its pricing: None where that needs passes or this machine.
     """
     opened = model if isinstance(model, Model) else open_model(model, weights=False)
     question = question.on(opened)
@@ -49,7 +45,6 @@ class SearchSetup:
 
     Attributes:
         mixture: of edits as passes have measured them, on the text.
-        pricing: as `open_question` has it.
         factors: of matrices that programs have ranks for, and the choice of units; None: there are none.
     """
 
@@ -64,13 +59,7 @@ class SearchSetup:
     def load(
         cls, model: str | Path | Model, question: Question, pricing: Pricing | None, folder: Path, make: bool = True
     ) -> SearchSetup:
-        """Load the model and the text, and read what passes have found.
-
-        Args:
-            question: with its spaces named, as `open_question` returns it.
-            folder: where factors are kept.
-            make: make those that go by a text; else they are there.
-        """
+        """Load the model and the text, read the findings of passes, and make factors, or read those of worker 0."""
         opened = open_model(model)
         mixture = question.mixture(opened)  # factors of others' are known by what tensors are called
         subject = open_subject(
@@ -90,12 +79,7 @@ class SearchSetup:
         return cls(subject, question, mixture, pricing, known, factors)
 
     def evaluator(self, folder: Path, unseen: Windows | None = None, kept: int | None = None) -> Evaluator:
-        """What measures programs on the text of the search, or on text that it has not seen.
-
-        Args:
-            folder: for hidden states that do not fit into memory.
-            kept: as `Evaluator` takes it.
-        """
+        """An evaluator of programs on the text of the search, or on unseen text."""
         subject = self.subject
         return Evaluator(
             subject.model,
@@ -109,30 +93,23 @@ class SearchSetup:
         )
 
     def question(self, original: Quality, here: Hardware | None = None) -> PricedQuestion:
-        """What is asked; errors as `priced`.
-
-        Args:
-            original: the unedited model's quality on the text.
-            here: this machine, if a cost is a time on it.
-        """
+        """The question with its prices, of which some are times on this machine."""
         pricing = self.pricing or priced(self.settings, self.mixture, here)
         return PricedQuestion(self.settings, self.mixture, pricing, original)
 
 
 def read_question(arguments: Mapping[str, Any]) -> Question:
-    """The question that a command's arguments ask, of which spaces, limits, objectives and passes may be several."""
-    values = {each.name: arguments[each.name] for each in fields(Question) if arguments.get(each.name) is not None}
+    """Read a command's arguments, of which spaces, limits, objectives and passes may be several."""
+    values = {name: value for name, value in arguments.items() if value is not None}
     for name in ("space", "budget", "objective"):
-        given = arguments[name]
-        several = [given] if isinstance(given, str) else given
-        if isinstance(several, list | tuple) and all(isinstance(one, str) for one in several):
-            values[name] = ",".join(several)
-        elif given is not None or name == "objective":
+        given = values.get(name, "")
+        several = as_several(given)
+        if not all(isinstance(one, str) for one in several):
             raise ValueError(f"{name} is a text, or several of them, not {shown(given)}")
+        if name in values:
+            values[name] = ",".join(several)
     for name in ("data", "output", "holdout_data", "heal_data"):
         if name in values:
             values[name] = str(values[name])
-    using = arguments["using"]
-    if isinstance(using, str | Path | RunResult):
-        using = [using]
-    return Question(**values | {"using": tuple(str(as_folder(one)) for one in using)})
+    using = tuple(str(as_folder(one)) for one in as_several(values.get("using", ())))
+    return Question(**values | {"using": using})

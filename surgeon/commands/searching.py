@@ -1,26 +1,33 @@
-"""A search from its question to its end: what it is set up of, its study, its workers."""
+"""A search from its question to its end: its study, its workers, the winner, healed and measured on held-out text."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import optuna
+import pandas as pd
 
 from surgeon.analysis.subject import Subject
+from surgeon.checkpoint.load import load
+from surgeon.commands.heal import heal
 from surgeon.commands.opening import warn
-from surgeon.commands.search_result import end_search, require_text_to_heal
 from surgeon.commands.search_setup import SearchSetup, open_question
 from surgeon.cost.calibrate import calibrate
 from surgeon.cost.hardware import parse_hardware
 from surgeon.errors import needs_extra
 from surgeon.findings.search import SearchResult
+from surgeon.language.program import Program
+from surgeon.language.recipe import Recipe
 from surgeon.memory import free_bytes
 from surgeon.opened import Model, open_model
+from surgeon.processes.files import write_text
 from surgeon.progress import progress
 from surgeon.provenance import FORMAT
 from surgeon.quality.data import (
@@ -28,20 +35,31 @@ from surgeon.quality.data import (
     LEAST_HELD_OUT,
     Windows,
     held_out,
+    load_windows,
+    shared_windows,
     tokens_before_rest,
     window_for,
 )
+from surgeon.quality.summary import Quality, quality_of
+from surgeon.quality.text import OWN, VERIFIED, HeldOutQuality
+from surgeon.searches.drafting import DraftValue, FoundDraft, by_verified_keys
 from surgeon.searches.evaluate import KEPT_SHARE
-from surgeon.searches.here import ROUNDS, ranks_here
+from surgeon.searches.front import quality_curves
+from surgeon.searches.here import ROUNDS, drafts_here, fast_enough_here, ranks_here
 from surgeon.searches.known import Known
 from surgeon.searches.mixture import Trial
 from surgeon.searches.quantities import ACCURACY, HERE
-from surgeon.searches.question import SURGEON, Question
+from surgeon.searches.question import SURGEON, PricedQuestion, Question
 from surgeon.searches.results import (
     SearchWork,
+    Winner,
+    commented,
+    found_json,
     lost_trials,
+    quality_table,
     terms_table,
     trials_table,
+    write_front,
 )
 from surgeon.searches.search import Search, make_sampler, require_sampler
 from surgeon.searches.study import (
@@ -55,24 +73,37 @@ from surgeon.searches.study import (
     run_trials,
 )
 from surgeon.searches.terms import Terms
+from surgeon.searches.winners import (
+    RUNNERS_UP,
+    Finalist,
+    HealedFinalists,
+    HeldOutComparison,
+    against_most_salient,
+    choose,
+    compare,
+    compared_by,
+)
 from surgeon.searches.workers import WorkerProcesses, interruptible
+from surgeon.training.distiller import Distillation
+from surgeon.training.settings import TrainSettings
 from surgeon.training.token_store import SELF
 
 if TYPE_CHECKING:
     from surgeon.searches.accuracy import TaskAccuracy
 
+from surgeon.commands.failures import INTERRUPTED
+from surgeon.gpus import avoid_cudnn_attention
+from surgeon.searches.workers import given_to_worker
+from surgeon.threads import wait_asleep
+
 DEFAULT_STUDY = "search"
+HEALED = "healed"  # folder of checkpoints of finalists
 SEARCH_FORMAT = 3  # of studies; those of 0.2.0 say none, and are begun anew
-WORKER = ("-P", "-m", "surgeon.commands.search_worker")  # not from the current folder, in which anything may lie
+WORKER = ("-P", "-m", "surgeon.commands.searching")  # not from the current folder, in which anything may lie
 
 
 def join_search(model: str | Path | Model, options: Question, worker: int) -> SearchResult | None:
-    """Work on a search until there is nothing left to try.
-
-    Args:
-        worker: which of a machine's workers this process is: the first one, 0, starts the others, and ends the search;
-            the others return None.
-    """
+    """Work on a search until nothing is left to try: worker 0 starts the others and ends it; the others return None."""
     until = None if options.minutes is None else time.monotonic() + 60 * options.minutes
     # What cannot be had is said before a large model is loaded.
     opened, options, pricing = open_question(model, options)
@@ -133,12 +164,7 @@ def join_search(model: str | Path | Model, options: Question, worker: int) -> Se
 
 
 def _require_what_it_takes(options: Question, model: Model) -> None:
-    """Refuse what would be found out at the end.
-
-    Raises:
-        ValueError, ImportError: if a draft is to be healed, the sampler or the healing cannot be had, or what is
-            measured here at last cannot be.
-    """
+    """Refuse settings that would fail at the end."""
     if options.draft is not None and options.heal is not None:
         raise ValueError(
             "a draft that is healed has weights of its own, and a search is for those over the model's; leave heal out"
@@ -182,7 +208,7 @@ def _text_before_rest(model: str | Path | Model, options: Question) -> Question:
 
 
 def _held_out(subject: Subject, options: Question) -> Windows | None:
-    """The text to measure winners on again, with warnings of what there is to know of it; None if none is wanted."""
+    """The text to measure winners on again, with its warnings; None if none is wanted."""
     if options.holdout == 0:
         return None
     found = held_out(subject.opened.tokenizer, subject.windows, options.holdout, options.holdout_data)
@@ -191,7 +217,7 @@ def _held_out(subject: Subject, options: Question) -> Windows | None:
 
 
 def _tasks(setup: SearchSetup, output: Path) -> TaskAccuracy | None:
-    """What measures the tasks among the objectives, which are loaded before anything is measured; None without any."""
+    """The tasks among the objectives, loaded before anything is measured; None without any."""
     subject = setup.subject
     objectives = setup.settings.objectives
     if not any(objective.name == ACCURACY for objective in objectives):
@@ -204,7 +230,6 @@ def _tasks(setup: SearchSetup, output: Path) -> TaskAccuracy | None:
 
 
 def _open_study(subject: Subject, options: Question, known: Known, storage: StudyStorage) -> optuna.Study:
-    """The study in its storage, new or gone on with."""
     settings = {
         "format": FORMAT,
         "search_format": SEARCH_FORMAT,
@@ -221,7 +246,6 @@ def _open_study(subject: Subject, options: Question, known: Known, storage: Stud
 
 
 def _terms(study: optuna.Study, searching: Search) -> Terms:
-    """What edits do alone, as the study has it."""
     evaluator = searching.evaluator
 
     def compute() -> Any:
@@ -239,7 +263,7 @@ def _terms(study: optuna.Study, searching: Search) -> Terms:
 
 
 def _run_trials(study: optuna.Study, searching: Search, options: Question, until: float | None) -> list[Trial]:
-    """Run all trials, with the other workers; those of earlier commands are among what is returned."""
+    """Run all trials; returns those of other workers and earlier commands, too."""
     question = searching.question
     found = searching.finished(counted(study))
     with progress("search", options.trials, "trials", len(found), lambda: question.best_in_words(found)) as ran:
@@ -250,3 +274,170 @@ def _run_trials(study: optuna.Study, searching: Search, options: Question, until
 
         run_trials(study, searching.objective, options.trials, until, tell)
     return searching.finished(counted(study))
+
+
+def end_search(
+    question: PricedQuestion,
+    trials: Sequence[Trial],
+    tables: dict[str, pd.DataFrame],
+    setup: SearchSetup,
+    unseen: Windows | None,
+    heal: tuple[str, int, int] | None,
+    record: dict[str, Any],
+    work: SearchWork,
+    output: Path,
+) -> SearchResult:
+    """Choose the winner, measure it again, and write and draw the result.
+
+    Args:
+        tables: of trials and terms.
+        heal: text, steps and batch of a healing of the finalists before the last choice among them.
+    """
+    settings = question.settings
+    opened = setup.subject.opened
+    curves = []
+    for cost in question.along:
+        if cost in question.traded:
+            curves += quality_curves(cost, trials, question.original, question.pricing)
+    if len(question.traded) > 1:  # it is there where no trial keeps the budget, too
+        tables["front"] = write_front(output, question.front(trials), question, opened.reference, opened.hash)
+        SearchResult.TABLES["front"].write(output, tables["front"])
+    ranked, why = choose(question, trials, curves)
+    first, *others = fast_enough_here(question, ranked, opened.folder)
+    winner = Winner(first, why)
+    chosen = first.choice
+    salient = question.mixture.program(question.mixture.with_most_salient(chosen))
+    measured = {trial.program: trial.measured for trial in trials if trial.measured.whole}
+    text_of = "the search's text"
+    runners_up = others[:RUNNERS_UP]
+    # REAP's own choice of experts goes by less than the search's, and may be the better one on another text.
+    runners_up += [trial for trial in others[RUNNERS_UP:] if trial.program == salient != first.program][:1]
+    why_own = ""
+    if unseen is not None:
+        finalists = [opened.program, *(trial.program for trial in (first, *runners_up))]
+        text_of = "held-out text"
+        evaluator = setup.evaluator(output, unseen)
+        on_unseen: Mapping[Program, Quality] = evaluator.measure([*dict.fromkeys([*finalists, salient])])
+        if settings.draft is not None:
+            on_unseen, why_own = by_verified_keys(evaluator, on_unseen)
+        measured = {program: question.valued(program, found) for program, found in on_unseen.items()}
+        by = compared_by(question.objectives)
+        known = [Finalist(trial, measured[trial.program]) for trial in (first, *runners_up)]
+        compared = compare(known[0], known[1:], measured[opened.program], by)
+        winner = Winner(compared.chosen.trial, why, compared, unseen.record())
+        if heal is not None:
+
+            def recipe_of(trial: Trial) -> Recipe:
+                return question.mixture.recipe(trial.choice, opened.reference, opened.hash)
+
+            healed = heal_finalists(compared, recipe_of, opened, unseen, output, *heal)
+            winner = replace(winner, trial=healed.after.chosen.trial, healing=healed)
+    if question.drafting is not None:
+        winner = replace(winner, draft=_as_draft(question.drafting, winner, setup, unseen, why_own))
+    if salient in measured:
+        experts = against_most_salient(question.mixture, chosen, measured, text_of)
+        record |= {} if experts is None else {"experts": experts}
+    recipe = question.mixture.recipe(winner.trial.choice, opened.reference, opened.hash)
+    text = commented(recipe, question, winner, record)
+    found = SearchResult(
+        tables["trials"],
+        tables.get("terms", pd.DataFrame()),
+        tables.get("front", pd.DataFrame()),
+        quality=quality_table(curves),
+        recipe_text=text,
+        record=record | found_json(question, winner, curves),
+        question=question,
+        winner=winner,
+        work=work,
+        curves=curves,
+    )
+    recipe_file = output / SearchResult.TEXTS["recipe_text"]
+    write_text(recipe_file, text)
+    return replace(found, files=(recipe_file, *found.write(output), *found.draw(output)))
+
+
+def _as_draft(
+    drafting: DraftValue, winner: Winner, setup: SearchSetup, unseen: Windows | None, why_own: str
+) -> FoundDraft:
+    settings = setup.settings
+    program = winner.trial.program
+    texts = [winner.trial.measured]
+    if winner.comparison is not None:
+        texts.append(winner.comparison.chosen.unseen)
+    known = (drafting.by_quality(program, one) for one in texts)
+    predicted = [one for one in known if one is not None]
+    measured = None
+    if settings.is_timed_here:
+        measured = drafts_here(setup.subject.opened, program, unseen or setup.subject.windows, settings)
+    keys = OWN if unseen is None or why_own else VERIFIED
+    return FoundDraft(drafting.by, predicted, measured, keys, why_own)
+
+
+def heal_finalists(
+    before: HeldOutComparison,
+    recipe_of: Callable[[Trial], Recipe],
+    original: Model,
+    unseen: Windows,
+    folder: Path,
+    data: str,
+    steps: int,
+    batch: int,
+) -> HealedFinalists:
+    """Heal each finalist as `surgeon.heal` does, into a checkpoint of its own, and compare them on held-out text."""
+    window = unseen.ids.shape[1]
+    distilled = Distillation() if before.by == "divergence" else None
+    settings = TrainSettings(steps=steps, batch=batch, scope="edited", distillation=distilled, evaluate_every=steps + 1)
+    judge = HeldOutQuality(unseen, load(original.folder).float())
+    winner = before.chosen
+    after = []
+    for one in (winner, *(other for other in before.finalists if other.trial != winner.trial)):
+        key = json.dumps([one.trial.key, data, window, settings.to_json()], sort_keys=True)
+        target = folder / HEALED / hashlib.sha256(key.encode()).hexdigest()[:12]
+        if not target.exists():  # a search that was killed heals what is missing
+            print(f"search: healing trial {one.trial.number} into {target}", file=sys.stderr, flush=True)
+            heal(
+                recipe_of(one.trial),
+                data,
+                target,
+                settings=settings,
+                window=window,
+                separator=unseen.separator,
+                eval_tokens=window,  # little: all are judged by the search's held-out text
+            )
+        values = judge.values(load(target).float())
+        compared = {name: values[name] for name in ("nll", "divergence")}
+        after.append(replace(one, unseen=quality_of(compared, unseen.predicted)))
+    how = f"healed for {steps:,} steps ({settings.method}) on {data}, in {folder / HEALED}"
+    return HealedFinalists(before, compare(after[0], after[1:], before.original, before.by), how)
+
+
+def require_text_to_heal(model: Model, data: str, steps: int, batch: int, searched: Windows, unseen: Windows) -> None:
+    """Refuse too little text, and text that is searched or judged on."""
+    window = unseen.ids.shape[1]
+    tokens = (steps * batch + 1) * window  # `heal` holds one window out
+    text = load_windows(model.tokenizer, data, window, tokens, searched.separator, at_most=True)
+    TrainSettings(steps=steps, batch=batch).steps_on(len(text.ids) - 1)
+    for other in (searched, unseen):
+        if again := shared_windows(text, other):
+            raise ValueError(
+                f"{again} windows of {data}, to be healed on, are in the text of the search or in what it holds out "
+                f"({other.source}), too; heal on other text"
+            )
+
+
+def run_worker() -> int | str:
+    """Work on a search beside the process that started this one; returns an exit code or an error."""
+    wait_asleep()
+    avoid_cudnn_attention()
+    index, given = given_to_worker()
+    try:
+        join_search(given["model"], Question.from_json(given["question"]), index)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except (ValueError, OSError) as error:
+        return f"error: {error}"
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_worker())

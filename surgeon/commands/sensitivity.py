@@ -1,13 +1,13 @@
-"""`surgeon sensitivity`, `surgeon.sensitivity`: what running two neighbouring layers in parallel costs."""
+"""`surgeon sensitivity`, `surgeon.sensitivity`: damage of running two neighbouring layers in parallel."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Unpack
 
 from surgeon.commands.command import command, option
-from surgeon.commands.options import DEFAULT_TOKENS, DefaultData, Memory, ModelName, Output, Separator, Tokens, Window
+from surgeon.commands.options import DefaultData, MeasuringFlags, ModelName, Output
 
 if TYPE_CHECKING:
     from surgeon.findings.sensitivity import Sensitivity
@@ -19,10 +19,6 @@ def sensitivity(
     data: DefaultData = None,
     output: Output = "runs/sensitivity",
     *,
-    tokens: Tokens = DEFAULT_TOKENS,
-    window: Window = None,
-    separator: Separator = None,
-    memory: Memory = None,
     windows_for_jacobians: Annotated[
         int, option("Windows to compute Jacobians on, spread over the data.", least=1)
     ] = 4,
@@ -30,6 +26,7 @@ def sensitivity(
         int, option("The most iterations for a Jacobian's norm; those that bound it to 1% are enough.", least=1)
     ] = 100,
     seed: Annotated[int, option("Seed of the vectors that the iterations start from.")] = 0,
+    **text: Unpack[MeasuringFlags],
 ) -> Sensitivity:
     """Bound the error of each pair of neighbouring layers in parallel (LP), and measure it.
 
@@ -41,8 +38,8 @@ def sensitivity(
     sensitivity.png. Interrupted, the same command goes on where it was.
 
     Raises:
-        FileNotFoundError, ValueError: if the model or the text cannot be used, or the folder holds something else.
-        OSError: if the folder cannot be written to.
+        FileNotFoundError, ValueError: if model or text cannot be used, or the folder holds something else.
+        OSError: if it cannot be written to.
     """
     from surgeon.analysis.sensitivity import Lanczos
     from surgeon.analysis.sensitivity import sensitivity as measure
@@ -50,7 +47,7 @@ def sensitivity(
     from surgeon.commands.opening import warn
 
     folder = Path(output)
-    subject = open_subject(model, data, tokens, window, separator, memory)
+    subject = open_subject(model, data, **text)
     lanczos = Lanczos(iterations=iterations, seed=seed)
     found = measure(subject, folder, lanczos=lanczos, jacobian_windows=windows_for_jacobians)
     slow = [f"{row.first}-{row.last}" for row in found.pairs.itertuples() if not row.converged]

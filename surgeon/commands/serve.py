@@ -7,22 +7,10 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Unpack
 
 from surgeon.commands.command import command, keyword, option, several
-from surgeon.commands.options import (
-    CacheMemory,
-    Checkpoint,
-    Decoding,
-    Draft,
-    DraftTokens,
-    Dtype,
-    Halves,
-    Kv,
-    LowRank,
-    ProgramText,
-    Ranks,
-)
+from surgeon.commands.options import CacheMemory, Checkpoint, ServiceFlags
 
 if TYPE_CHECKING:
     from surgeon.runtime.plan.memory import Capacity
@@ -32,14 +20,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 @dataclass(frozen=True)
 class Serving:
-    """A server that answers.
-
-    Attributes:
-        name: what clients call the model.
-        url: where they find the API.
-        capacity: how many texts there is room for.
-        kernels: as of a `Service`.
-    """
+    """A server that answers: the model's name for clients, the API's URL, its capacity and kernels."""
 
     name: str
     url: str
@@ -93,16 +74,8 @@ def serve(
         ),
     ] = None,
     memory: CacheMemory = None,
-    draft: Draft = None,
-    draft_tokens: DraftTokens = None,
-    ranks: Ranks = 1,
-    program: ProgramText = None,
-    dtype: Dtype = "auto",
-    decoding: Decoding = "auto",
-    low_rank: LowRank = "auto",
-    kv: Kv = "auto",
-    halves: Halves = "off",
     on_start: Annotated[Callable[[Serving], None], keyword("Called when the first request can be answered.")] = print,
+    **serving: Unpack[ServiceFlags],
 ) -> None:
     """Serve a model with OpenAI's API, on one or more ranks, until SIGTERM or Ctrl-C.
 
@@ -117,20 +90,16 @@ def serve(
     -d '{"prompt": "import os", "max_tokens": 20}'
 
     Raises:
-        FileNotFoundError, ValueError: if the model cannot be used or cannot run so, not within the memory, the port may
-            not be had, the key is empty, or what is to be an origin is none.
+        FileNotFoundError, ValueError: if model, options, port, key or origins cannot be used.
         RankFailed: if a rank fails.
         KeyboardInterrupt: at Ctrl-C.
         InterruptedError: at a second SIGTERM.
     """
     import surgeon.server  # noqa: F401 - first, because it says at once if a package is missing
     from surgeon.checkpoint.texts import read_defaults
-    from surgeon.commands.on_ranks import draft_program, stored_model
-    from surgeon.memory import parse_size
+    from surgeon.commands.opening import service_options, stored_model
     from surgeon.opened import open_model
     from surgeon.runtime.service import Service
-    from surgeon.runtime.service_options import ServiceOptions
-    from surgeon.runtime.worker.options import RankOptions
     from surgeon.server.run import bind, run, url_of
     from surgeon.server.state import ServerState, check_origin
     from surgeon.server.texts import Texts
@@ -140,22 +109,16 @@ def serve(
     if not 0 <= port < 2**16:
         raise ValueError(f"port must be at least 0, for any that is free, and at most 65535, not {port}")
     origins = tuple(map(check_origin, cors_origins))
-    stored, program = stored_model(model, program)
+    stored, program = stored_model(model, serving.get("program"))
     opened = open_model(stored)
-    options = ServiceOptions(
-        draft=draft_program(opened, draft),
-        ranks=RankOptions.of(ranks),
-        program=program,
-        draft_tokens=draft_tokens,
-        dtype=dtype,
-        decoding=decoding,
-        low_rank=low_rank,
-        kv=kv,
-        halves=halves,
+    options = service_options(
+        opened,
+        program,
+        serving,
         max_batch=max_batch,
         max_tokens=max_tokens,
         blocks=blocks,
-        memory=parse_size(memory) if isinstance(memory, str) else memory,
+        memory=memory,
         max_waiting=max_waiting,
     )
     tokenizer = opened.tokenizer
@@ -167,12 +130,12 @@ def serve(
         with Service(opened, options, tokenizer) as service:
             name = served_model_name or opened.public_name
             state = ServerState(service, Texts(tokenizer), name, options.most_open, defaults, api_key, origins)
-            serving = Serving(name, url_of(bound), service.capacity, service.kernels)
-            run(state, bound, lambda: on_start(serving))
+            server = Serving(name, url_of(bound), service.capacity, service.kernels)
+            run(state, bound, lambda: on_start(server))
 
 
 def warn_if_open(host: str, api_key: str | None, origins: Sequence[str]) -> None:
-    """Say so if others than users of this machine reach a server, or any web page they open, and need no key."""
+    """Warn if others than users of this machine, or any web page they open, reach a server without a key."""
     who = f"whoever reaches {host}" if host not in LOOPBACK else None
     if who is None and "*" in origins:
         who = "any web page that is opened on this machine"

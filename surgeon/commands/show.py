@@ -1,4 +1,4 @@
-"""`surgeon show`: what a checkpoint or a recipe is, in words and as a picture, or in what two differ."""
+"""`surgeon show`: a checkpoint or a recipe in words and as a picture, or the differences of two."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from surgeon.commands.command import command, option
-from surgeon.words import WIDTH, first_few
+from surgeon.words import WIDTH, first_few, plural
 
 if TYPE_CHECKING:
     from surgeon.checkpoint.describe import Surgery
@@ -105,8 +105,10 @@ def facts(found: Surgery) -> Iterator[tuple[str, str]]:
         yield "trained", found.trained
     if found.codas is not None:
         racks, depth = found.codas
-        layers = "1 layer" if depth == 1 else f"{depth} layers"
-        yield "codas", f"of {layers} for every rack but the last; racks of the layers {', '.join(racks)}"
+        yield (
+            "codas",
+            f"of {plural(depth, 'layer')} for every rack but the last; racks of the layers {', '.join(racks)}",
+        )
     if behind := left_behind(left_by(found.report)):
         yield "left behind", behind
     if isinstance(proof := found.report.get("proof"), dict):
@@ -114,7 +116,7 @@ def facts(found: Surgery) -> Iterator[tuple[str, str]]:
 
 
 def differences(a: Surgery, b: Surgery) -> Iterator[tuple[str, str]]:
-    """Pairs of a label and what differs between two checkpoints or recipes; recipes have no tensors to compare."""
+    """Labelled differences between two checkpoints or recipes; recipes have no tensors to compare."""
     from surgeon.checkpoint.describe import compare
     from surgeon.progress import progress
 
@@ -198,7 +200,7 @@ def _proof(proof: dict[str, Any], whose: str) -> str:
 
 
 def what_it_is(found: Surgery) -> str:
-    """In a few words, to go behind its name."""
+    """A few words behind its name."""
     if found.recipe is not None:
         return f"a recipe for {found.original}"
     if not found.report:

@@ -1,13 +1,13 @@
-"""`surgeon similarity`, `surgeon.similarity`: what a layer's output owes to the layer before it."""
+"""`surgeon similarity`, `surgeon.similarity`: dependence of each layer's output on the layer before it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 from surgeon.commands.command import command, option
-from surgeon.commands.options import DEFAULT_TOKENS, DefaultData, Memory, ModelName, Output, Separator, Tokens, Window
+from surgeon.commands.options import DefaultData, MeasuringFlags, ModelName, Output
 
 if TYPE_CHECKING:
     from surgeon.findings.scan import Scan
@@ -21,10 +21,6 @@ def similarity(
     data: DefaultData = None,
     output: Output = "runs/similarity",
     *,
-    tokens: Tokens = DEFAULT_TOKENS,
-    window: Window = None,
-    separator: Separator = None,
-    memory: Memory = None,
     scan: Annotated[
         str | Path | Scan | None,
         option(
@@ -40,6 +36,7 @@ def similarity(
             kind=Path,
         ),
     ] = None,
+    **text: Unpack[MeasuringFlags],
 ) -> Similarity:
     """Measure how much each layer depends on the one before it, by CKA, block influence and angular distance.
 
@@ -52,7 +49,7 @@ def similarity(
     angular_distance_last_token takes the last token of each window only, as it was first defined.
 
     Raises:
-        FileNotFoundError, ValueError: if the model, the text or a folder cannot be used.
+        FileNotFoundError, ValueError: if model, text or a folder cannot be used.
         OSError: if the output cannot be written.
     """
     from surgeon.analysis.proxies import correlate, damages, read_scan
@@ -64,7 +61,7 @@ def similarity(
     if sensitivity is not None and scan is None:
         raise ValueError("sensitivity is used with scan only; give scan, too, a folder made by surgeon scan")
     folder = Path(output)
-    subject = open_subject(model, data, tokens, window, separator, memory)
+    subject = open_subject(model, data, **text)
     # What is wrong with the folders is said before any work begins.
     inputs: dict[str, Any] = {}
     measured = None
@@ -74,8 +71,8 @@ def similarity(
         pairs = Sensitivity.read(as_folder(sensitivity), subject.opened.hash).pairs
     if scan is not None:
         measured = read_scan(as_folder(scan), subject.opened.hash)
-        text = {name: measured.record.get(name) for name in ("data", "data_hash", "window", "tokens")}
-        inputs["scan"] = {"folder": str(as_folder(scan))} | text
+        of_text = {name: measured.record.get(name) for name in ("data", "data_hash", "window", "tokens")}
+        inputs["scan"] = {"folder": str(as_folder(scan))} | of_text
     found = measure(subject, folder, inputs)
     if measured is not None:
         found = replace(found, proxies=correlate(damages(measured), found, pairs))

@@ -1,4 +1,4 @@
-"""`surgeon spectrum`, `surgeon.spectrum`: singular values of every matrix, and what lower ranks do."""
+"""`surgeon spectrum`, `surgeon.spectrum`: singular values of every matrix, and the damage of lower ranks."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mode
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Unpack
 
 from surgeon.commands.command import command, option, several
-from surgeon.commands.options import DEFAULT_TOKENS, Data, ModelName, Output, Separator, Tokens, Window
+from surgeon.commands.options import DEFAULT_TOKENS, Data, ModelName, Output, TextFlags
 
 if TYPE_CHECKING:
     from surgeon.analysis.factors.allocation import Allocation
@@ -79,9 +79,7 @@ def spectrum(
     calibration_tokens: Annotated[
         int, option("Tokens of it. More whiten better; they should be many times a matrix's input features.")
     ] = 32768,
-    tokens: Tokens = DEFAULT_TOKENS,
-    window: Window = None,
-    separator: Separator = None,
+    **measured: Unpack[TextFlags],
 ) -> Spectrum:
     """Find the singular values of every matrix, and measure what each one cut down to a lower rank does.
 
@@ -91,12 +89,10 @@ def spectrum(
 
     Writes spectrum.csv (ranks that hold 90, 95 and 99% of the energy), singular_values.csv, damage.csv, spectrum.json
     and PNG files, and with --keep or --budget a recipe for surgeon export. Layers count from 0. Interrupted, the same
-    command goes on where it was; other ranks, layers or matrices of the same model and text are added to what the
-    folder has.
+    command goes on where it was; other ranks, layers or matrices of the same model and text are added.
 
     Raises:
-        FileNotFoundError, ValueError: if the model or a text cannot be used, it has no such layers or matrices, or a
-            rank or a budget makes no sense.
+        FileNotFoundError, ValueError: if model, text, layers, matrices, ranks or budget cannot be used.
         OSError: if the folder cannot be written to.
     """
     from surgeon.analysis.factors.calibration import load_calibration
@@ -122,6 +118,9 @@ def spectrum(
     )
     share = _share(opened, keep, budget, allocation, damage)
     other = None if calibration is None else str(calibration)
+    tokens = measured.get("tokens", DEFAULT_TOKENS)
+    window = measured.get("window")
+    separator = measured.get("separator")
     if other is None:
         size = window_for(opened.config, window)
         tokens = tokens_before_rest(opened.tokenizer, str(data), size, tokens, separator)
@@ -147,7 +146,7 @@ def spectrum(
 def _share(
     model: Model, keep: float | None, budget: str | None, allocation: Allocation, damage: bool
 ) -> RankBudget | None:
-    """Budget of all matrices, and how it is shared out; None where no ranks are asked for."""
+    """Budget of all matrices, and its allocation; None where no ranks are asked for."""
     from surgeon.analysis.factors.rank_recipe import RankBudget, parse_budget
 
     if keep is None and budget is None:

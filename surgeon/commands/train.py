@@ -12,7 +12,7 @@ from surgeon.commands.command import command, option, several
 from surgeon.commands.options import Form, Overwrite, ProcessDevice, TrainerArguments
 
 if TYPE_CHECKING:
-    from surgeon.findings.scratch import ScratchRun
+    from surgeon.findings.training import ScratchRun
     from surgeon.training.model import TrainedModel
     from surgeon.training.scratch.build import Blueprint
     from surgeon.training.scratch.config import ScratchConfig
@@ -71,20 +71,20 @@ def train(
     where it was. The result is a checkpoint as surgeon export writes it, which says that it was trained from scratch.
 
     Returns:
-        What `output.run` holds, with the checkpoint as its file; None in every process but the first, where there are
-        several (torchrun, accelerate launch).
+        The run in `output.run`, with the checkpoint as its file; None in every process but the first (torchrun,
+        accelerate launch).
 
     Raises:
-        FileNotFoundError, ValueError: if the configuration or a text cannot be used, with file and line, or
+        FileNotFoundError, ValueError: if the configuration (with file and line) or a text cannot be used, or
             `output.run` is of another run.
-        NotProven: if what was written does not compute what was trained.
-        OSError: if the output is in the way or cannot be written, or the disk is too full.
+        NotProven: if the checkpoint does not compute what was trained.
+        OSError: if the output is in the way or cannot be written.
     """
     from surgeon.checkpoint.forms import lay_out
     from surgeon.checkpoint.training import Training, no_source
     from surgeon.exports.plan import check_storage
     from surgeon.exports.staging import check_target
-    from surgeon.findings.scratch import ScratchRun
+    from surgeon.findings.training import ScratchRun
     from surgeon.opened import open_model
     from surgeon.provenance import provenance
     from surgeon.training.arguments import join_processes, parse_trainer_arguments
@@ -144,7 +144,6 @@ def train(
 
 
 def _story_of(blueprint: Blueprint, texts: TrainTexts, found: TrainedModel) -> dict[str, Any]:
-    """Record of a run, whatever becomes of its model, as JSON values."""
     from surgeon.named import public
 
     settings = blueprint.config.settings

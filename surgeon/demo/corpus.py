@@ -1,8 +1,7 @@
 """Text that every machine with Python has: the source files of the standard library it runs under.
 
-The files are split once and for all by a hash of their path, so that the held-out part is the same files wherever
-they exist. Tests, tables of data (character encodings, help topics) and generated files are left out: they repeat
-themselves, and would make a language model look better than it is.
+The files are split by a hash of their path, so that the held-out part is the same files wherever they exist. Tests,
+tables of data (character encodings, help topics) and generated files are left out, as they repeat themselves.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What passes have found: records, tables, words, pictures, sections of the page, and the cards that show it."""
+"""Findings of passes: records, tables, words, pictures, sections of the page, and model cards."""

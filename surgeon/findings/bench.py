@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,9 +28,9 @@ class Benchmark(RunResult):
 
     Attributes:
         speeds: one row per program and batch, as in `bench.csv`: medians over the rounds, of ratios too (each against
-            the first program, of its round); of compressed reductions `divergence` from exact ones, nats per token.
+            the first program, of its round); `divergence` of compressed reductions from exact ones, nats per token.
         results: by load, of every program; of a bench just made.
-        traces: files with timelines, if there are any.
+        traces: files with timelines.
     """
 
     COMMAND = "bench"
@@ -58,7 +58,8 @@ class Benchmark(RunResult):
         begin = ["program", "batch"]
         head = [*begin, "first token, ms", "prefill, ms", "decode, ms", "per token, ms", "tokens/s"]
         yield Table("Latency, medians over rounds", head, rows(*(table[name] for name in COLUMNS)))
-        yield self._passes()
+        parts = ("compute, ms", "waiting, ms", "")
+        yield passes_table("One pass, on the rank that waits most", table, parts, _compute_and_waiting)
         if table["program"].nunique() > 1:
             body = []
             for _, row in table.iterrows():
@@ -77,35 +78,39 @@ class Benchmark(RunResult):
             caption = f"What {self.record['compression']} changes in predictions, nats per token"
             yield Table(caption, ["program", "divergence", "95% interval"], body)
 
-    def _passes(self) -> Table:
-        rows = []
-        for _, row in self.speeds.iterrows():
-            for phase in ("prefill", "decode"):
-                if f"{phase}_compute_ms" not in row:
-                    continue
-                compute = row[f"{phase}_compute_ms"]
-                waiting = row[f"{phase}_waiting_ms"]
-                share = ""
-                if not math.isnan(waiting):
-                    share = f"{waiting / (compute + waiting):.0%}"
-                calls = row[f"{phase}_all_reduces"] + row[f"{phase}_all_gathers"]
-                counts = [f"{calls}+{row[f'{phase}_vocabulary_collectives']}", show_size(row[f"{phase}_bytes"])]
-                spent = [number(compute, 3), number(waiting, 3), share]
-                rows.append([row["program"], str(row["batch"]), phase, *spent, *counts])
-        head = ["program", "batch", "pass", "compute, ms", "waiting, ms", "", "collectives", "bytes"]
-        return Table("One pass, on the rank that waits most", head, rows)
-
     def pictures(self) -> dict[str, Picture]:
-        """`bench`: a decoding pass of every program, one panel per batch, what it computes and what it waits.
-
-        Without decoding passes it is of the pass with the prompts.
-        """
+        """`bench`: compute and waiting of a decoding pass of every program, or else of a prompt's; a panel a batch."""
         phase = "prefill"
         if "decode_compute_ms" in self.speeds:
             phase = "decode"
         return {
             "bench": Picture([_chart(f"batch {n}", own, phase) for n, own in self.speeds.groupby("batch", sort=False)])
         }
+
+
+def passes_table(
+    caption: str, speeds: pd.DataFrame, parts: Sequence[str], spent: Callable[[Any, str], list[str]]
+) -> Table:
+    """Table the passes of programs: parts of their time, collectives (of steps + of the vocabulary) and bytes."""
+    rows = []
+    for _, row in speeds.iterrows():
+        for phase in ("prefill", "decode"):
+            reduces = row.get(f"{phase}_all_reduces", math.nan)
+            if math.isnan(reduces):
+                continue
+            calls = int(reduces + row[f"{phase}_all_gathers"])
+            counts = [f"{calls}+{int(row[f'{phase}_vocabulary_collectives'])}", show_size(row[f"{phase}_bytes"])]
+            rows.append([row["program"], str(row["batch"]), phase, *spent(row, phase), *counts])
+    return Table(caption, ["program", "batch", "pass", *parts, "collectives", "bytes"], rows)
+
+
+def _compute_and_waiting(row: Any, phase: str) -> list[str]:
+    compute = row[f"{phase}_compute_ms"]
+    waiting = row[f"{phase}_waiting_ms"]
+    share = ""
+    if not math.isnan(waiting):
+        share = f"{waiting / (compute + waiting):.0%}"
+    return [number(compute, 3), number(waiting, 3), share]
 
 
 def _chart(title: str, table: pd.DataFrame, phase: str) -> Chart:

@@ -1,10 +1,10 @@
-"""Blocks of a section of the page, independent of how they look; those that are drawn are in `drawing` and `maps`."""
+"""Blocks of a section of the page, independent of their looks; `drawing` and `maps` have those that are drawn."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any
 
 from surgeon.words import WIDTH, aligned, hanging
 
@@ -15,7 +15,6 @@ _SHORTEST = 12  # characters that names are cut down to
 class Paragraph:
     """Running text."""
 
-    kind: ClassVar[str] = "paragraph"
     text: str
 
 
@@ -24,14 +23,13 @@ class Table:
     """A table of the page, of a terminal (`str`) and of Markdown; the first column heads its rows.
 
     Attributes:
-        head: what is behind a comma, a unit, stands in a second line on a terminal.
-        rows: cells as text; as many as `head` has, or fewer where the rest is empty.
-        left: columns that hold words and stand left, beside the first.
+        head: a unit behind a comma stands in a second line on a terminal.
+        rows: cells as text; fewer than `head` has where the rest is empty.
+        left: columns of words, which stand left as the first does.
         folded: shown only when asked for (and on paper if `printed`).
         marked: (row, column) of cells that stand out.
     """
 
-    kind: ClassVar[str] = "table"
     caption: str
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -69,30 +67,26 @@ class Table:
 
 @dataclass(frozen=True)
 class Code:
-    """A text as it stands in a file, or a command."""
+    """A text as in a file, or a command."""
 
-    kind: ClassVar[str] = "code"
     caption: str
     text: str
     note: str = ""
 
 
-class Block(Protocol):
-    """Anything that a section shows."""
+def record_codes(record: Mapping[str, Any], **captions: str) -> Iterator[Code]:
+    """Texts of a record, by name, that it has."""
+    for name, caption in captions.items():
+        if record.get(name):
+            yield Code(caption, str(record[name]))
 
-    kind: ClassVar[str]
+
+Block = object  # of a section: those here, charts and drawings, maps, and pictures
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something the data say, for the summary.
-
-    Attributes:
-        lead: a few words that say what it is about.
-        text: one or two sentences in plain language.
-        figure: the number to remember, if it is one of those at the top, with what it is.
-        label: what the number is.
-    """
+    """A sentence or two of the summary, about a lead; a figure with a label stands at the top."""
 
     lead: str
     text: str

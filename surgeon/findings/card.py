@@ -1,7 +1,6 @@
 """The model card of an exported checkpoint: README.md, made of surgeon.json, the checkpoint itself, and measurements.
 
-`card.md` beside this file is its text, with places for what is worked out here. A card ends with a comment that holds a
-hash of what stands above it, so that a card that somebody has changed since is known as such.
+`card.md` is its template. A card ends with a comment that holds a hash of all above it, so that later changes show.
 """
 
 from __future__ import annotations
@@ -41,12 +40,7 @@ _SEAL = re.compile(r"<!-- written by surgeon [\w.+-]+; sha256 of what stands abo
 
 
 def open_edited(folder: Path) -> Surgery:
-    """What is known of a checkpoint that `surgeon export` wrote.
-
-    Raises:
-        FileNotFoundError: if there is no such folder.
-        ValueError: if it is no such checkpoint, or damaged.
-    """
+    """Describe a checkpoint that `surgeon export` wrote."""
     found = describe(folder)
     if not found.report:
         raise ValueError(f"{folder} has no surgeon.json; cards are for checkpoints that surgeon export has written")
@@ -54,7 +48,7 @@ def open_edited(folder: Path) -> Surgery:
 
 
 def identity_of(found: Surgery) -> Identity:
-    """What measurements of an exported checkpoint must be of; its weights are read."""
+    """The identity that measurements of an exported checkpoint must have; its weights are read."""
     own = found.stored.checkpoint.model_hash()
     source_hash = found.report["source"].get("model_hash")
     dense = Program.dense(found.num_layers, found.steps_per_layer)
@@ -63,11 +57,7 @@ def identity_of(found: Surgery) -> Identity:
 
 
 def write_card(folder: Path, name: str, measured: Sequence[CardScore] = ()) -> Inherited:
-    """Write the card of the exported checkpoint in a folder; returns what it has from the base model's card.
-
-    Args:
-        name: what the card calls the checkpoint.
-    """
+    """Write the card of the exported checkpoint in a folder, under a name; returns what the base model's card gave."""
     from huggingface_hub import ModelCard
 
     found = open_edited(folder)
@@ -93,11 +83,7 @@ def write_card(folder: Path, name: str, measured: Sequence[CardScore] = ()) -> I
 
 
 def require_own_card(folder: Path) -> None:
-    """Refuse to replace a card that somebody else has written or changed.
-
-    Raises:
-        FileExistsError: if the folder has one.
-    """
+    """Refuse to replace a card that somebody else has written or changed."""
     path = folder / CARD_FILE
     if not path.exists():
         return
@@ -132,7 +118,6 @@ def _metadata(found: Surgery, inherited: Inherited) -> ModelCardData:
 
 
 def _laid_out(text: str) -> str:
-    """Its paragraphs in lines that people can read in an editor, with one empty line between them."""
     lines = []
     in_code = False
     for line in re.sub(r"\n{3,}", "\n\n", text.strip("\n")).split("\n"):
@@ -175,7 +160,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "
 
 
 def surgery(found: Surgery) -> dict[str, Any]:
-    """What was done, over which program, and what is proven of it."""
+    """The surgery, its program and its proof, for the template."""
     report = found.report
     program = found.program
     by = f"surgeon {report.get('surgeon', '')}"
@@ -239,11 +224,7 @@ def _differ(proof: dict[str, Any]) -> str:
 
 
 def trained_how(training: dict[str, Any] | None, from_scratch: bool = False) -> str:
-    """The end of the card's first sentence.
-
-    Args:
-        from_scratch: the first of the trainings began with random weights.
-    """
+    """The end of the card's first sentence; from scratch, the first training began with random weights."""
     if training is None:
         return "without further training"
     said = [_how(training)]
@@ -264,7 +245,7 @@ def _how(training: dict[str, Any]) -> str:
 
 
 def training_stages(training: dict[str, Any] | None, name: str) -> dict[str, Any]:
-    """Quality before and after, on text that was held out; nothing where none was measured."""
+    """Quality before and after on held-out text, for the template."""
     found = {stage: training[stage] for stage in STAGES if training is not None and training.get(stage) is not None}
     if training is None or not found:
         return {"stages": None}
@@ -288,7 +269,6 @@ def training_stages(training: dict[str, Any] | None, name: str) -> dict[str, Any
 
 
 def _quality(scores: Sequence[CardScore], name: str) -> Table | None:
-    """One row for each number, the unedited model's beside it where it was measured in the same way."""
     if not scores:
         return None
     found = {(one.key, one.metric, one.edited): one for one in scores}
@@ -304,7 +284,7 @@ def _quality(scores: Sequence[CardScore], name: str) -> Table | None:
 
 
 def usage(found: Surgery, folder: Path, name: str) -> dict[str, Any]:
-    """How it is loaded: in transformers, in vLLM, and with surgeon."""
+    """Commands that load it in transformers, vLLM and surgeon, for the template."""
     form = found.form
     assert form is not None
     options = json.dumps(name) + (", trust_remote_code=True" if form.shipped is not None else "")
@@ -324,7 +304,7 @@ def usage(found: Surgery, folder: Path, name: str) -> dict[str, Any]:
 
 
 def belongings(found: Surgery, folder: Path, inherited: Inherited) -> dict[str, Any]:
-    """What lay beside the base model's weights, and its licence."""
+    """The base model's other files and its licence, for the template."""
     metadata = inherited.metadata
     licence = metadata.get("license")
     if licence is not None:

@@ -1,4 +1,4 @@
-"""What would work with a model, what not and why, and how much memory each would take."""
+"""Check: whether scans, searches, exports, ranks and training work with a model, why not, and their memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 import pandas as pd
@@ -26,14 +27,14 @@ _WORDS = ("area", "what", "works", "why")
 
 
 class Verdict(NamedTuple):
-    """What becomes of one thing that can be asked of a model.
+    """An answer about one thing that can be asked of a model.
 
     Attributes:
         area: one of `AREAS`.
         what: a map of scans, a space of searches, a number of ranks, ...
         works: "yes", "no", or "part" where some of the layers or programs can.
         why: in the words of the code that does it, or that refuses it.
-        bytes: of memory that it takes; NaN where that is not what counts.
+        bytes: of memory; NaN where that does not count.
     """
 
     area: str
@@ -48,7 +49,7 @@ class Check(RunResult):
     """The result of `surgeon.check`.
 
     Attributes:
-        answers: one row for each thing that was asked, as in `check.csv`; columns as `Verdict` has them.
+        answers: one row for each question, as in `check.csv`; columns as in `Verdict`.
     """
 
     COMMAND = "check"
@@ -67,7 +68,7 @@ class Check(RunResult):
 
     @property
     def refused(self) -> str | None:
-        """Why nothing can be done with the model; None if something can."""
+        """The reason why nothing can be done with the model; None if something can."""
         reason = self.record.get("refused")
         if reason is None:
             return None
@@ -78,7 +79,6 @@ class Check(RunResult):
         return dict(self.record.get("facts", {}))
 
     def to_json(self) -> dict[str, object]:
-        """All of it, as JSON values; bytes are null where memory is not what counts."""
         answers = [{**one._asdict(), "bytes": None if math.isnan(one.bytes) else int(one.bytes)} for one in self]
         return {"model": self.record.get("model"), "refused": self.refused, **self.described, "answers": answers}
 
@@ -86,11 +86,10 @@ class Check(RunResult):
         return (Verdict(*row) for row in self.answers.itertuples(index=False))
 
     def of_area(self, area: str) -> dict[str, Verdict]:
-        """The answers of an area, by what was asked."""
         return {one.what: one for one in self if one.area == area}
 
     def __str__(self) -> str:
-        """At most 80 columns; what has the same answer stands together."""
+        """At most 80 columns; equal answers stand together."""
         refused = []
         if self.refused is not None:
             refused = [("refused", self.refused)]
@@ -110,38 +109,12 @@ class Check(RunResult):
 
 
 FAMILY_AREAS = AREAS[1:-1]
+PAGE = Path(__file__).parent / "html" / "families.md"
 HEAD = ("family", "model_type", "scan", "search", "ranks", "pairs", "on vLLM", "low rank")
-PAGE = """\
-# Models
-
-What surgeon does with each family: programs of every operation are put to the code that would refuse them, on the
-default configuration of its architecture. `surgeon check MODEL` says the same of one model, of its config.json alone,
-with reasons and memory. `surgeon families` prints the table; `surgeon families --markdown > docs/models.md` makes this
-page.
-
-Of `surgeon scan --operation all`, the spaces of `surgeon search` and the programs that `surgeon bench --compare` knows
-on ranks, the table says what does not work. `pairs` is the form that LP pairs are exported in; what runs them on vLLM,
-and factors in the place of matrices (`low rank`), is vLLM itself, by the modeling file inside, or surgeon's plugin.
-
-"""
-
-
-AROUND = """
-## Decoders inside others
-
-Of these the text decoder is operated on, and what is around it is written again as it was
-([importing.md](importing.md)).
-"""
 
 
 class FamilyRow(NamedTuple):
-    """A family.
-
-    Attributes:
-        name: as users know it.
-        summary: what it is.
-        verdicts: on everything that was asked.
-    """
+    """A family, with a verdict on every question."""
 
     name: str
     model_type: str
@@ -149,15 +122,13 @@ class FamilyRow(NamedTuple):
     verdicts: tuple[Verdict, ...]
 
     def cells(self, briefly: bool = False) -> list[str]:
-        """As `HEAD` has them; briefly with how many things work, where it is not all of them."""
         scan, search, ranks = (
             _in_words([one for one in self.verdicts if one.area == area], briefly)
             for area in ("scan", "search", "ranks")
         )
         said = {(one.area, one.what): one.why for one in self.verdicts if one.works != NO}
         forms = said.get(("export", "lp"), "")
-        vllm = (said.get(("vllm", what), "") for what in ("lp", "lowrank"))
-        runs = (("itself" if how.startswith("Unmodified") else "plugin") if how else "no" for how in vllm)
+        runs = [_on_vllm(said.get(("vllm", what), "")) for what in ("lp", "lowrank")]
         in_forms = re.findall(r"(\w+) form", forms)
         pairs = "either"
         if not (briefly and len(in_forms) > 1):
@@ -171,6 +142,14 @@ class FamilyRow(NamedTuple):
             if one.works != YES and one.what not in found.setdefault(one.why, []):
                 found[one.why].append(one.what)
         return found
+
+
+def _on_vllm(how: str) -> str:
+    if how.startswith("Unmodified"):
+        return "itself"
+    if how:
+        return "plugin"
+    return "no"
 
 
 def _in_words(verdicts: Sequence[Verdict], briefly: bool) -> str:
@@ -189,7 +168,7 @@ class FamilyTable:
     """The result of `surgeon.families`.
 
     Attributes:
-        wrappers: around decoders, by name, what there is to say of each.
+        wrappers: around decoders: a description by name.
     """
 
     rows: Sequence[FamilyRow]
@@ -199,11 +178,8 @@ class FamilyTable:
         return aligned([HEAD, *(row.cells(briefly=True) for row in self.rows)], left=range(len(HEAD)))
 
     def markdown(self) -> str:
-        """A page: the table, and for each family what it is and why something does not work."""
+        from jinja2 import Template
+
         table = Table("", HEAD, [row.cells() for row in self.rows], left=frozenset(range(len(HEAD)))).markdown
-        around = [f"- **{name}**: {said}" for name, said in self.wrappers.items()]
-        families = []
-        for row in self.rows:
-            families.append(f"- **{row.name}** (`{row.model_type}`): {row.summary}")
-            families += [f"    - {', '.join(f'`{one}`' for one in what)}: {why}" for why, what in row.reasons.items()]
-        return "\n".join([f"{PAGE}{table}\n", *families, AROUND, *around, ""])
+        page = Template(PAGE.read_text(encoding="utf-8"), trim_blocks=True, keep_trailing_newline=True)
+        return str(page.render(table=table, rows=self.rows, wrappers=self.wrappers))

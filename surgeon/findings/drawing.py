@@ -1,7 +1,7 @@
 """Panels and pictures: charts with colours, marks and axes, and points that say their values when they are pointed at.
 
-A panel draws itself into axes. The page has each as inline SVG in its own colours, light or dark
-(`surgeon.findings.page`); a file has all panels of a picture side by side (`sheet`).
+A panel draws itself into axes: for the page as inline SVG in its own colours (`page.py`), for a file beside the other
+panels of its picture (`sheet`).
 """
 
 from __future__ import annotations
@@ -62,16 +62,14 @@ TIPS: WeakKeyDictionary[Artist, Sequence[str]] = WeakKeyDictionary()  # what is 
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines, points or bars.
+    """Lines, points or bars, drawn into axes that have their looks.
 
     Attributes:
-        drawn: fills axes that have their looks.
         x, y: titles of the axes.
         name: of the file; a chart without one is in the file of its picture, or in none.
         height: in points.
     """
 
-    kind: ClassVar[str] = "chart"
     themed: ClassVar[bool] = True
     wide: ClassVar[bool] = False
     title: str
@@ -117,7 +115,6 @@ class Chart:
 class Drawing:
     """A figure as it is, on a light sheet of the page."""
 
-    kind: ClassVar[str] = "chart"
     themed: ClassVar[bool] = False
     wide: ClassVar[bool] = True
     figure: Figure
@@ -130,7 +127,6 @@ class Drawing:
 class Picture:
     """Panels side by side, under one heading and one legend of colours; a file of this name."""
 
-    kind: ClassVar[str] = "gallery"
     items: Sequence[Any]
     caption: str = ""
     name: str = ""
@@ -139,7 +135,6 @@ class Picture:
 
     @property
     def many(self) -> bool:
-        """Maps of many cells, which need more room each."""
         return any(getattr(item, "many", False) for item in self.items)
 
     @property
@@ -157,7 +152,7 @@ def pictures_in(blocks: Iterable[Any]) -> Iterator[tuple[str, Picture]]:
 
 
 def sheet(picture: Picture, heading: str) -> Figure:
-    """A picture as a figure of a file, all of its panels side by side, with its words."""
+    """A picture as a figure of a file, all of its panels side by side, with their captions."""
     panels = picture.items
     width = max(one.size[0] for one in panels)
     height = max(one.size[1] for one in panels)
@@ -220,17 +215,17 @@ def scale(
     zero: bool = False,
     end: float = math.inf,
 ) -> None:
-    """Set an axis around the finite values (those above 0 if it is logarithmic), with ticks at round numbers.
-
-    Args:
-        zero: begin at 0.
-        end: larger values are left to lie beyond the axis.
-    """
+    """Set an axis around the finite values (above 0 if logarithmic) up to an end, with ticks at round numbers."""
     least = -math.inf
     if log:
         least = 0.0
     finite = [min(float(value), end) for value in values if least < value < math.inf]
-    low, high = (min(finite), max(finite)) if finite else (1.0, 10.0) if log else (0.0, 1.0)
+    if not finite:
+        finite = [0.0, 1.0]
+        if log:
+            finite = [1.0, 10.0]
+    low = min(finite)
+    high = max(finite)
     if log:
         if not (high > low * 1.0001):
             high = low * 1.1
@@ -254,7 +249,7 @@ def scale(
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    """At most eight, of which there are some within less than a decade, too."""
+    """At most eight ticks, with some within less than a decade, too."""
     subs = [(1.0, 2.0, 5.0), (1.0, 3.0), (1.0,)]
     found = np.asarray(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high))
     while high / low >= 4:
@@ -278,15 +273,12 @@ def points(
     ends: tuple[Any, Any] | None = None,
     band: bool = False,
 ) -> None:
-    """Draw a line and its points into axes that have their limits; what lies beyond is hollow, on the edge.
+    """Draw a line and its points into axes that have their limits; points beyond are hollow, on the edge.
 
     Args:
-        tips: what is said of each point.
-        style: number of its colour, dash and mark.
-        colour: instead of the style's, for one of several that are more and more of the same.
-        line, marks: what is drawn.
-        ends: of the 95% interval of each point; NaN where there is none.
-        band: intervals are an area along the line instead of a bar at every point.
+        tips: text of each point.
+        style: number of its colour, dash and mark; `colour` in its place is of an ordered series.
+        ends: of the 95% interval of each point, NaN where there is none; with `band` an area along the line.
     """
     known = ~np.isnan(np.asarray(y, dtype=float))
     x = np.asarray(x, dtype=float)[known]
@@ -330,13 +322,7 @@ def columns_chart(
     caption: str = "",
     log: bool = True,
 ) -> Chart:
-    """Draw columns of a table whose first column are layers, up to 1 or logarithmic.
-
-    Args:
-        lines: words and style of each column.
-        rows: what tips call the rows.
-        titles: of the chart and of its axes.
-    """
+    """Draw columns of a table over its first, the layers, up to 1 or logarithmic; lines have words and a style."""
     title, x, y = titles
     layers = table.iloc[:, 0]
     named = list(rows)
@@ -363,7 +349,7 @@ def rule(axes: Axes, value: float) -> None:
 
 
 def above(axes: Axes) -> str:
-    """How many points lie beyond the axis, in words."""
+    """The number of points beyond the axis, in words."""
     hollow = [len(TIPS[line]) for line in axes.lines if line in TIPS and line.get_markerfacecolor() == PAPER]
     count = sum(hollow)
     if not count:
@@ -379,7 +365,7 @@ def bars(axes: Axes, names: Sequence[str], parts: Sequence[tuple[str, int, Any]]
     """Draw a horizontal bar for each name, the first on top, of parts end to end, with a note behind it.
 
     Args:
-        parts: words for each, its colour's number, and its length in each bar.
+        parts: words, number of the colour, and length in each bar.
     """
     places = np.arange(len(names))
     ends = np.zeros(len(names))

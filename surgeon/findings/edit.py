@@ -25,8 +25,7 @@ class Edit:
 
     Attributes:
         first, stop: the layers, as Python slices them.
-        space: whose it is.
-        option: in which way, in the space's own words; empty where there is one way.
+        option: in the space's own words; empty where there is one way.
     """
 
     first: int
@@ -39,11 +38,7 @@ class Edit:
 
     @classmethod
     def parse(cls, text: str) -> Edit:
-        """The inverse of `str`.
-
-        Raises:
-            ValueError: if the text is no edit.
-        """
+        """The inverse of `str`; a ValueError shows text that is no edit."""
         match = _TEXT.fullmatch(text)
         if match is None:
             raise ValueError(f"{text!r} is no edit; it should be a space, its layers and an option: pair 4:6 lp")

@@ -1,4 +1,4 @@
-"""Exploration: what was done in which time beside its passes, and what to do next, with the commands for it."""
+"""Exploration: the steps with their times, and the commands that go on."""
 
 from __future__ import annotations
 
@@ -20,13 +20,7 @@ from surgeon.words import hanging
 
 @dataclass(frozen=True)
 class NextStep:
-    """Something that is worth doing with what was found.
-
-    Attributes:
-        what: in a few words.
-        why: what it gives, a sentence or two.
-        command: that does it, with the paths that the user gave, to be copied.
-    """
+    """Something worth doing, its use, and its command with the paths that the user gave."""
 
     what: str
     why: str
@@ -38,10 +32,9 @@ class Exploration(RunResult):
     """The result of `explore`.
 
     Attributes:
-        steps: what was done, as in `explore.csv`: `step`, `did` (on how much, and what it gave), `seconds`.
-        checked: what would work with the model; this and all else is of an exploration just made.
-        scan, similarity, search: what the passes have found; None where one cannot be done or had no time, which
-            `left_out` says.
+        steps: as in `explore.csv`: `step`, `did` (on how much text, with which result), `seconds`.
+        checked: `surgeon.check` of the model; this and all else is of an exploration just made.
+        scan, similarity, search: the passes; None where one cannot be done or had no time (`left_out`).
         page: all of it.
     """
 
@@ -64,7 +57,7 @@ class Exploration(RunResult):
 
     @property
     def spent(self) -> float:
-        """Seconds that it took, in all of its commands."""
+        """Seconds, of all of its commands."""
         return float(self.record["spent"])
 
     @property

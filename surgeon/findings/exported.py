@@ -1,4 +1,4 @@
-"""Exported checkpoint: its report, surgeon.json; what was done, and how it was proven."""
+"""Exported checkpoint: its report, surgeon.json, with its proof."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from surgeon.findings.blocks import Block, Code, Finding, Paragraph, Table
+from surgeon.findings.blocks import Block, Finding, Paragraph, Table, record_codes
 from surgeon.findings.result import RunResult
 from surgeon.words import number, plural
 
@@ -63,9 +63,7 @@ class ExportRun(RunResult):
                 value = number(float(value), 3)
             rows.append([text, value])
         yield Table("What was written", ["", ""], [row for row in rows if row[1]], left=frozenset({1}))
-        yield Code("Program", str(record.get("program", "")))
-        if record.get("recipe"):
-            yield Code("Recipe", str(record["recipe"]))
+        yield from record_codes(record, program="Program", recipe="Recipe")
 
     def summary(self) -> Iterator[Finding]:
         record = self.record
@@ -81,5 +79,5 @@ class ExportRun(RunResult):
 
 
 def from_scratch(data: Any) -> str:
-    """What models from scratch go by where others go by their original: the text that they were trained on."""
+    """The name of models from scratch, in place of an original's: their training text."""
     return f"models from scratch on {data}"

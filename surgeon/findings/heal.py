@@ -1,4 +1,4 @@
-"""Healing: a healed model beside the original and the edited one, and how the training went."""
+"""Healing: a healed model beside the original and the edited one, and its training curves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from surgeon.findings.blocks import Block, Code, Finding, Paragraph, Table
+from surgeon.findings.blocks import Block, Finding, Paragraph, Table, record_codes
 from surgeon.findings.drawing import Picture
 from surgeon.findings.training import TrainingRun, held_out_charts, trained_on
 from surgeon.progress import clock
@@ -26,7 +26,7 @@ _NOTE = (
 
 @dataclass(frozen=True)
 class Healing:
-    """One run: the three models on the same held-out text; the original is None where it is not known."""
+    """Three models on the same held-out text; the original is None where it is not known."""
 
     original: Quality | None
     edited: Quality
@@ -34,11 +34,7 @@ class Healing:
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> Healing:
-        """From `run.json`.
-
-        Raises:
-            ValueError: if a perplexity is not above 0.
-        """
+        """Read a `run.json`; a ValueError says which perplexity is not above 0."""
         found = {name: record[name] and Quality.from_json(record[name]) for name in ("original", "edited", "healed")}
         for quality in filter(None, found.values()):
             if not quality.perplexity > 0:
@@ -47,7 +43,7 @@ class Healing:
 
     @property
     def of_perplexity(self) -> float | None:
-        """The share of the lost log-perplexity that is regained; NaN where none was, None without the original."""
+        """The regained share of the lost log-perplexity; NaN where none was lost, None without the original."""
         if self.original is None:
             return None
         edited, healed, original = (math.log(one.perplexity) for one in (self.edited, self.healed, self.original))
@@ -58,7 +54,7 @@ class Healing:
 
     @property
     def of_divergence(self) -> float | None:
-        """The same of divergence; None where it is not known."""
+        """The regained share of divergence; None where it is not known."""
         lost = self.edited.divergence
         if math.isnan(lost):
             return None
@@ -115,10 +111,7 @@ class HealRun(TrainingRun):
         marked = frozenset((len(rows) - 1, column) for column, share in zip((3, 6), back, strict=True) if share)
         yield Table("Before and after", ["", *_HEAD], rows, _NOTE if any(back) else _UNKNOWN, marked=marked)
         yield Picture(list(self.charts()))
-        if record.get("program"):
-            yield Code("The program that was healed", str(record["program"]))
-        if record.get("recipe"):
-            yield Code("Recipe", str(record["recipe"]))
+        yield from record_codes(record, program="The program that was healed", recipe="Recipe")
 
     @classmethod
     def together(cls, runs: Sequence[Self]) -> list[Block]:

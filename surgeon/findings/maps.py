@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -44,10 +44,10 @@ _TICKS = (1.05, 1.10, 1.25, 1.5, 2.0, 3.0)  # of a base perplexity
 
 
 def damage(ratio: Any) -> Any:
-    """How far from the base's colour a multiple of its perplexity lies, in units of the scale's own.
+    """Map a multiple of the base's perplexity to its distance on the colour scale.
 
-    The square root of the logarithm, so that +5% and +10% differ as plainly as twice and three times the base do. What
-    is better than the base has its colour.
+    The square root of the logarithm: +5% and +10% differ as plainly as twice and three times the base. Values better
+    than the base have its colour.
 
     Args:
         ratio: a number or an array of them.
@@ -57,7 +57,7 @@ def damage(ratio: Any) -> Any:
 
 
 def colours() -> Colormap:
-    """From dark for little to bright for much, and a paler one beyond; where there is no cell the axes are seen."""
+    """From dark for little to bright for much, and a paler one beyond."""
     return matplotlib.colormaps[COLOURS].with_extremes(bad=(0, 0, 0, 0), over=BEYOND, under="#2a0134")
 
 
@@ -69,10 +69,9 @@ def name_of(value: Any) -> str:
 
 
 def scale_of(grids: Sequence[pd.DataFrame], base: float, cap: float = CAP) -> tuple[Normalize, bool]:
-    """The scale of these maps, from the base perplexity to the largest that is shown, and whether some lie beyond.
+    """The scale of these maps, from the base perplexity up, and whether some cells lie beyond it.
 
-    Colours end at the worst cell, and at the latest at `cap` times the base; sooner where nearly all cells are far
-    better, as when one layer tolerates nothing and the others nearly everything.
+    Colours end at the worst cell, at the latest at `cap` times the base; sooner where nearly all cells are far better.
     """
     cells = pd.Series(np.concatenate([values.to_numpy().ravel() for values in grids]), dtype=float).dropna()
     worst = base
@@ -87,7 +86,7 @@ def scale_of(grids: Sequence[pd.DataFrame], base: float, cap: float = CAP) -> tu
 
 @dataclass(frozen=True)
 class Legend:
-    """The colours of maps, and what they say.
+    """The colours of maps.
 
     Attributes:
         base: the perplexity whose multiples are named; None for values as they are.
@@ -148,14 +147,12 @@ class Map:
     Attributes:
         values: by index (down) and columns (across); NaN where there is no cell.
         titles: of the columns and of the rows.
-        cells: what the page's script shows of each cell (`map_cells`).
-        what: the values are, in the table of them for readers without a pointer.
-        described: read out for those who do not see it; the title where there is nothing more to say.
+        cells: for the page's script (`map_cells`).
+        what: name of the values in their table.
         limit: a line fences in the cells up to this value.
-        flat: for few rows with names: how wide it is, with cells that are wider than high; `WIDE` or `HALF`.
+        flat: width of a map with few, named rows: `WIDE` or `HALF`.
     """
 
-    kind: ClassVar[str] = "map"
     title: str
     values: pd.DataFrame
     scale: Normalize
@@ -237,7 +234,6 @@ class Map:
 
     @property
     def table(self) -> Table:
-        """The values, for readers without a pointer."""
         rows = [
             [name_of(name), *("" if math.isnan(value) else number(value) for value in row)]
             for name, row in zip(self.values.index, self.values.to_numpy(dtype=np.float64), strict=True)
@@ -257,13 +253,13 @@ def map_cells(
     one: str = "",
     base: float | None = None,
 ) -> dict[str, Any]:
-    """What the page's script shows of each cell, as JSON values.
+    """Cells for the page's script, as JSON values.
 
     Args:
-        down, across: of each row of the table, in which row and column of the map it is.
-        fields: columns to show, and what they are called; their intervals are found by `_low` and `_high`.
+        down, across: row and column of the map, of each row of the table.
+        fields: columns and their labels; intervals are found by `_low` and `_high`.
         title: of a cell, with {row} and {column}; `one` where the two are the same.
-        base: what the first field is compared with.
+        base: compared with the first field.
     """
     rows, columns = ({name: place for place, name in enumerate(axis)} for axis in (values.index, values.columns))
     cells: dict[str, Any] = {

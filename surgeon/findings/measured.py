@@ -1,8 +1,7 @@
-"""Measurements for a model card: what `surgeon eval` and `surgeon search` have written.
+"""Measurements for a model card, from `surgeon eval` and `surgeon search`.
 
-A measurement is taken only if it is of the checkpoint that the card is for: of itself under its own program, or of its
-source under the program that was exported, which computes the same. Those of the source under its unedited program
-stand beside it, to compare.
+Only those of the checkpoint are taken: of itself under its own program, or of its source under the exported program,
+which computes the same; beside them those of the source under its unedited program.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from surgeon.findings.result import SHORT_HASH, read_record
+from surgeon.findings.result import SHORT_HASH, named, read_record
 from surgeon.findings.tasks import PROVENANCE_KEY, scores
 from surgeon.language.program import Program
 from surgeon.named import public
@@ -28,22 +27,16 @@ DIVERGENCE = "divergence"
 _LONGEST_PROGRAM = 80  # characters of it in an error
 
 
-class MeasuredElsewhere(ValueError):
-    """Results that are of another model, or of another program."""
-
-
 @dataclass(frozen=True)
 class Identity:
-    """What the measurements must be of.
+    """The model and programs that measurements must be of.
 
     Attributes:
-        name: of the checkpoint.
-        model_hash: its own; None while it is not written yet.
+        model_hash: of the checkpoint; None while it is not written yet.
         program: over its own layers.
-        source_hash: of the model that it was made of; None if surgeon.json, of an earlier version, does not say it.
-        source_program: the program that was exported, over the source's layers.
-        dense: the source's unedited program.
-        trained: whether its weights were trained after the edit, so that nothing measured of the source's holds.
+        source_hash: of its source; None if an earlier version's surgeon.json does not have it.
+        source_program, dense: the exported and the unedited program, over the source's layers.
+        trained: whether its weights were trained after the edit, so that no measurement of the source's holds.
     """
 
     name: str
@@ -55,10 +48,10 @@ class Identity:
     trained: bool = False
 
     def is_edited(self, path: Path, model_hash: str, program: Program) -> bool:
-        """Whether it is of the checkpoint, and not of its source as it was.
+        """Whether a measurement is of the checkpoint, and not of its unedited source.
 
         Raises:
-            MeasuredElsewhere: if it is of neither, saying what it is of.
+            ValueError: if it is of neither, saying of which.
         """
         if (model_hash, program) == (self.model_hash, self.program):
             return True
@@ -67,13 +60,13 @@ class Identity:
         if (model_hash, program) == (self.source_hash, self.source_program):
             if not self.trained:
                 return True
-            raise MeasuredElsewhere(
+            raise ValueError(
                 f"{path} was measured on the source of {self.name} under its program, and {self.name} was trained "
                 "since; measure it itself"
             )
         if model_hash in (self.model_hash, self.source_hash):
             text = shorten(str(program), _LONGEST_PROGRAM, placeholder="...")
-            raise MeasuredElsewhere(f"{path} was measured under another program than that of {self.name}: {text}")
+            raise ValueError(f"{path} was measured under another program than that of {self.name}: {text}")
         own = "its source is not known"
         if self.source_hash is not None:
             own = f"its source has {_short(self.source_hash)}"
@@ -81,18 +74,12 @@ class Identity:
             own = f"it has {_short(self.model_hash)}, {own}"
         else:
             own += "; what was measured on an exported checkpoint itself is for surgeon card"
-        raise MeasuredElsewhere(f"{path} was measured on another model ({_short(model_hash)}) than {self.name}: {own}")
+        raise ValueError(f"{path} was measured on another model ({_short(model_hash)}) than {self.name}: {own}")
 
 
 @dataclass(frozen=True)
 class CardScore:
-    """One number of quality.
-
-    Attributes:
-        edited: of the checkpoint, not of its source as it was.
-        on: what it was measured on, for people; `key` tells one such text or task from another.
-        shown: the value with its uncertainty, for people.
-    """
+    """One number of quality, of the checkpoint or of its unedited source, on a text or task that `key` tells apart."""
 
     edited: bool
     metric: str
@@ -102,24 +89,13 @@ class CardScore:
 
 
 def read_measured(paths: Sequence[Path], identity: Identity) -> tuple[CardScore, ...]:
-    """Read result files, or all of them that lie in folders.
-
-    Raises:
-        FileNotFoundError: if there is no such file or folder.
-        ValueError: if one holds no results, is damaged, or was measured on something else.
-    """
+    """Read result files, or all that lie in folders; a ValueError names one that is damaged or of something else."""
     scores: list[CardScore] = []
     for file in (file for path in paths for file in _files(path)):
         record = read_record(file)
         kind, read = _reader(file, record)
-        try:
+        with named(file, kind):
             scores += read(file, record, identity)
-        except MeasuredElsewhere:
-            raise
-        except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
-            raise ValueError(
-                f"{file} is not what surgeon {kind} writes ({type(error).__name__}: {error}); make it again"
-            ) from error
     # Of what was measured twice the later one counts.
     return tuple({(one.edited, one.metric, one.key): one for one in scores}.values())
 
@@ -177,7 +153,7 @@ def _search(file: Path, record: dict[str, Any], identity: Identity) -> Iterator[
 def _on_text(
     record: dict[str, Any], quality: Quality, edited: bool, against: str, which: str = ""
 ) -> Iterator[CardScore]:
-    """Numbers on a text; an unedited model's divergence from itself says nothing."""
+    """Numbers on a text; an unedited model's divergence from itself is left out."""
     source = str(record["data"])
     on = f"{public(source)}, {quality.tokens:,} tokens{which}"
     key = f"{record['data_hash']} {quality.tokens}"

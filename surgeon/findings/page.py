@@ -1,8 +1,4 @@
-"""`surgeon report`: one HTML page from the folders that other commands wrote, whole in itself.
-
-The page needs no network and no other file. A section is that of a result, how it looks comes from the templates in
-`html/`.
-"""
+"""`surgeon report`: one HTML page from the folders of other commands, whole in itself; its templates are in `html/`."""
 
 from __future__ import annotations
 
@@ -34,12 +30,12 @@ from surgeon.findings.heal import HealRun
 from surgeon.findings.prediction import Predictions
 from surgeon.findings.result import SHORT_HASH, RunResult, named, read_record
 from surgeon.findings.scan import Scan
-from surgeon.findings.scratch import ScratchRun
 from surgeon.findings.search import SearchResult
 from surgeon.findings.sensitivity import Sensitivity
 from surgeon.findings.similarity import Similarity
 from surgeon.findings.spectrum import Spectrum
 from surgeon.findings.tasks import TaskRun
+from surgeon.findings.training import ScratchRun
 from surgeon.named import public
 from surgeon.processes.files import make_folder, write_text
 from surgeon.version import __version__
@@ -58,14 +54,12 @@ _PRECISE = re.compile(r"-?\d+\.\d{3,}")
 
 
 def inline_svg(figure: Figure, title: str = "", name: str = "", themed: bool = True) -> Markup:
-    """The figure as an element of a page.
+    """The figure as an element of a page, without its legend, whose entries the page has as text.
 
     Args:
-        title: read out for those who do not see it; a drawing without one is read out by nobody.
-        name: begins the ids of the drawing's parts, which must be unique in the page.
-        themed: colours follow the page's light or dark; else they stay, on a light sheet.
-
-    A legend of its own is left out: the page has its entries as text, which finds room on narrow screens.
+        title: for screen readers; a drawing without one is hidden from them.
+        name: prefix of ids, which must be unique in the page.
+        themed: colours follow the page's light or dark.
     """
     for legend in filter(None, (axes.get_legend() for axes in figure.axes)):
         legend.set_visible(False)
@@ -126,7 +120,6 @@ def _written(node: Element, ids: dict[str, str], name: str, themed: bool) -> Mar
 
 
 def _kept(node: Element, themed: bool) -> Iterator[tuple[str, str]]:
-    """Attributes with short numbers, those of a style on their own."""
     is_image = node.tag.endswith("}image")
     for key, value in node.items():
         match key.rpartition("}")[2]:
@@ -146,7 +139,6 @@ def _kept(node: Element, themed: bool) -> Iterator[tuple[str, str]]:
 
 
 def _shortened(text: str, digits: int) -> str:
-    """With at most so many digits behind the point of each number."""
     return _PRECISE.sub(lambda found: f"{float(found[0]):.{digits}f}".rstrip("0").rstrip("."), text)
 
 
@@ -204,13 +196,7 @@ _FIRST = ("command", "model", "model_hash", "data", "data_hash", "seed")
 
 @dataclass(frozen=True)
 class Section:
-    """The page's part of one run.
-
-    Attributes:
-        anchor: to link to.
-        name: of the run.
-        provenance: names and values of its record.
-    """
+    """The page's part of one run; `provenance` has names and values of its record."""
 
     anchor: str
     name: str
@@ -221,11 +207,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Chapter:
-    """Everything about one model: runs of the same weights.
-
-    Attributes:
-        missing: what cannot be said.
-    """
+    """Everything about one model: runs of the same weights, and sentences about missing ones."""
 
     name: str
     model_hash: str
@@ -236,7 +218,6 @@ class Chapter:
 
     @property
     def figures(self) -> list[Finding]:
-        """The findings whose numbers stand at the top."""
         return [finding for finding in self.summary if finding.figure]
 
 
@@ -244,14 +225,10 @@ def write_page(paths: Iterable[Path], output: Path) -> list[Chapter]:
     """Write the page about these runs; a file of that name is replaced once the new one is whole.
 
     Args:
-        paths: folders that commands wrote, or single records.
-
-    Returns:
-        What is in it.
+        paths: folders of commands, or single records.
 
     Raises:
-        FileNotFoundError: if a folder or a file of a run is missing.
-        ValueError: if a folder holds no known record, or a file is damaged, naming it.
+        FileNotFoundError, ValueError: if a folder or a file of a run is missing or damaged, naming it.
         OSError: if the page cannot be written.
     """
     if output.is_dir():
@@ -284,7 +261,7 @@ def render(chapters: Sequence[Chapter]) -> str:
 
 
 def chapters_of(paths: Iterable[Path]) -> list[Chapter]:
-    """One for each model of these runs, in the order in which they were named; errors as in `write_page`."""
+    """A chapter for each model of these runs, in their order."""
     unique: dict[Path, RunResult] = {}
     for path in paths:
         for run in read_runs(path):
@@ -309,12 +286,7 @@ def chapters_of(paths: Iterable[Path]) -> list[Chapter]:
 
 
 def read_runs(path: Path) -> list[RunResult]:
-    """Read everything that a folder holds, or the one run whose record the path is.
-
-    Raises:
-        FileNotFoundError: if there is no such folder, or a file of a run is missing.
-        ValueError: if the folder holds no known record, or a file is damaged.
-    """
+    """Read all runs of a folder, or the one whose record the path is."""
     if not path.exists():
         raise FileNotFoundError(f"no folder {path}; give folders that surgeon commands wrote")
     files = [path] if path.is_file() else sorted(path.iterdir())

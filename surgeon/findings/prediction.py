@@ -1,4 +1,4 @@
-"""Prediction: what programs would cost on described hardware, as tables for a terminal, charts and a section."""
+"""Prediction: costs of programs on described hardware, as tables for a terminal, charts and a section."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 
+from surgeon.findings.bench import passes_table
 from surgeon.findings.blocks import Block, Finding, Paragraph, Table
 from surgeon.findings.drawing import Chart, Picture, bars, points, scale
 from surgeon.findings.maps import Legend, Map, map_cells
@@ -40,8 +41,8 @@ class Predictions(RunResult):
         speeds: one row per program, ranks and load, as in `predict.csv`; speedups are over the first program on the
             same ranks for the same load.
         drafts: where the second program drafts for the first, one row per ranks, load and acceptance, as in
-            `drafts.csv`: times in ms, tokens per second without drafts (`dense`), with them (`drafted`) and of the
-            draft alone (`alone`), and how often the first is in the others.
+            `drafts.csv`: times in ms; tokens per second without drafts (`dense`), with them (`drafted`) and of the
+            draft alone (`alone`), and the ratios of the latter two to the first.
         cells: by ranks and load, of every program; of predictions just made.
     """
 
@@ -63,10 +64,17 @@ class Predictions(RunResult):
 
     def __str__(self) -> str:
         tables = [self._cells()]
+        speeds = self.speeds
         if not self.record["swept"]:
-            tables.append(self._passes())
-            if self.speeds["program"].nunique() > 1:
-                tables.append(self._ratios())
+            parts = ("compute, ms", "launch, ms", "comm., ms", "hidden, ms")
+            tables.append(passes_table("Where the time of a pass goes", speeds, parts, _spent))
+            if speeds["program"].nunique() > 1:
+                ratios = [
+                    [row["program"], str(row["batch"]), *(times(row[name]) for name in SPEEDUPS)]
+                    for _, row in speeds.iterrows()
+                ]
+                head = ["program", "batch", "first token", "per token", "tokens/s"]
+                tables.append(Table(f"Times as fast as {speeds['program'].iloc[0]}", head, ratios))
         if "refused" in self.record:
             tables.append(self._drafting())
         return "\n\n".join([hanging("", self.heading), *map(str, tables)])
@@ -93,28 +101,6 @@ class Predictions(RunResult):
         notes += [f"refused: {reason}" for reason in refused["refused"].drop_duplicates()]
         head = ["program", *axes, "first token, ms", "per token, ms", "tokens/s", "speedup", "comm.", "memory"]
         return Table("Every prediction", head, rows, "\n".join(notes), folded=len(rows) > 24)
-
-    def _passes(self) -> Table:
-        rows = []
-        for _, row in self.speeds.iterrows():
-            for phase in ("prefill", "decode"):
-                if math.isnan(row[f"{phase}_compute_ms"]):
-                    continue
-                hidden = max(0.0, row[f"{phase}_communication_ms"] - row[f"{phase}_exposed_ms"])
-                spent = [number(value, 3) for value in (*(row[f"{phase}_{part}_ms"] for part in PARTS), hidden)]
-                calls = int(row[f"{phase}_all_reduces"] + row[f"{phase}_all_gathers"])
-                counts = [f"{calls}+{int(row[f'{phase}_vocabulary_collectives'])}", show_size(row[f"{phase}_bytes"])]
-                rows.append([row["program"], str(row["batch"]), phase, *spent, *counts])
-        head = ["program", "batch", "pass", "compute, ms", "launch, ms", "comm., ms", "hidden, ms"]
-        return Table("Where the time of a pass goes", [*head, "collectives", "bytes"], rows)
-
-    def _ratios(self) -> Table:
-        rows = [
-            [row["program"], str(row["batch"]), *(times(row[name]) for name in SPEEDUPS)]
-            for _, row in self.speeds.iterrows()
-        ]
-        caption = f"Times as fast as {self.speeds['program'].iloc[0]}"
-        return Table(caption, ["program", "batch", "first token", "per token", "tokens/s"], rows)
 
     def _drafting(self) -> Table:
         asked = ("ranks", "batch", "acceptance", "ahead")
@@ -160,12 +146,17 @@ class Predictions(RunResult):
 
 
 def words_of(axis: str, value: int) -> str:
-    """A value of an axis: 8 ranks, batch 16, prompt 1024, 512 new."""
+    """Name a value of an axis: 8 ranks, batch 16, prompt 1024, 512 new."""
     if axis == "ranks":
         return plural(value, "rank")
     if axis == "new":
         return f"{value} new"
     return f"{axis} {value}"
+
+
+def _spent(row: Any, phase: str) -> list[str]:
+    hidden = max(0.0, row[f"{phase}_communication_ms"] - row[f"{phase}_exposed_ms"])
+    return [number(value, 3) for value in (*(row[f"{phase}_{part}_ms"] for part in PARTS), hidden)]
 
 
 def _pass(table: pd.DataFrame, phase: str) -> Chart:
@@ -186,9 +177,9 @@ def _pass(table: pd.DataFrame, phase: str) -> Chart:
 
 
 def _lines(table: pd.DataFrame) -> Iterator[Chart]:
-    """Tokens per second along an axis of a sweep, a chart for each value of another; speedups where there are several.
+    """Tokens per second along an axis of a sweep, a chart for each value of another; of several programs speedups.
 
-    Where more than two axes are swept, the charts are of the first value of the others.
+    Of further axes the charts have the first value.
     """
     column = "tokens_per_second"
     title = "new tokens per second"

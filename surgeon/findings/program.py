@@ -1,9 +1,8 @@
 """A program as a picture: the residual stream from left to right, with the steps that read it and add to it.
 
-Stretches of layers that are as they were, or have the same ranks, are one box, so that changes stand out; else
-a sublayer's ranks stand below its name.
-A step's boxes stand between the place where it reads the stream and the plus where their sum is added. A late step
-reads in front of the plus of the step before, and is drawn on the stream's other side: the two run at the same time.
+Stretches of unchanged layers, or of the same ranks, are one box. A step's boxes stand between the place where it reads
+the stream and the plus where their sum is added. A late step reads in front of the plus of the step before, and is
+drawn on the stream's other side: the two run at the same time.
 """
 
 from __future__ import annotations
@@ -44,13 +43,7 @@ _INCHES = 0.95  # per unit
 
 
 def program_figure(program: Program, num_layers: int, steps_per_layer: int, title: str = "") -> Figure:
-    """The picture, on axes whose units are steps.
-
-    Args:
-        num_layers: of the unedited model.
-        steps_per_layer: of its family.
-        title: above the picture.
-    """
+    """The picture, on axes whose units are steps; sizes are those of the unedited model."""
     items = list(outline(program, num_layers, steps_per_layer))
     rows = _rows(items)
     heights = [(_height(row, 1), _height(row, -1)) for row in rows]
@@ -79,7 +72,6 @@ def program_figure(program: Program, num_layers: int, steps_per_layer: int, titl
 
 
 def _rows(items: Sequence[Item]) -> list[list[Item]]:
-    """Items in as many rows as it takes; a late step at a row's beginning reads what the dots stand for."""
     rows: list[list[Item]] = [[]]
     room = max(_ROW_WIDTH, *map(_width, items))
     for item in items:
@@ -105,7 +97,6 @@ def _width(item: Item) -> float:
 
 
 def _stack(item: Item) -> float:
-    """How far a step's boxes reach from the stream."""
     if isinstance(item, Step):
         return _ABOVE + sum(_box_height(sublayer) + _BOX_GAP for sublayer in item.sublayers)
     if isinstance(item, Fork):
@@ -114,7 +105,6 @@ def _stack(item: Item) -> float:
 
 
 def _lines(item: Sublayer | LayersInOrder) -> list[str]:
-    """What stands in a box."""
     if isinstance(item, Sublayer):
         return [str(replace(item, ranks=(), width=None)), *(f"{what} {size}" for what, size in item.sizes)]
     sizes = []
@@ -132,14 +122,14 @@ def _both_sides(row: Sequence[Item]) -> float:
 
 
 def _height(row: Sequence[Item], wanted: int) -> float:
-    """How far a row reaches above the stream (1) or below it (-1)."""
+    """Height of a row above the stream (1) or below it (-1)."""
     reached = [_stack(item) for item, side in zip(row, _sides(row), strict=True) if side == wanted]
     reached += [_box_height(item) / 2 for item in row if isinstance(item, LayersInOrder)]
     return max(reached, default=0.1) + 0.1
 
 
 def _sides(row: Sequence[Item]) -> list[int]:
-    """On which side of the stream each item stands: 1 above, -1 below."""
+    """The side of the stream of each item: 1 above, -1 below."""
     sides: list[int] = []
     for item in row:
         late = isinstance(item, Step) and item.late
@@ -151,7 +141,6 @@ def _sides(row: Sequence[Item]) -> list[int]:
 
 
 def _draw_nodes(axes: Axes, nodes: Sequence[Item], x: float, y: float) -> float:
-    """Draw what adds to the stream at height y from x on; returns where it ends."""
     plus = x  # of the item before
     for item, side in zip(nodes, _sides(nodes), strict=True):
         end = x + _width(item)
@@ -259,10 +248,10 @@ FEWEST_IN_A_STRETCH = 3  # layers
 
 @dataclass(frozen=True)
 class LayersInOrder:
-    """Layers whose steps are as they were, drawn as one box.
+    """Unchanged layers, drawn as one box.
 
     Attributes:
-        sizes: by name, of what each of them has less of: KV groups or neurons, and ranks of matrices.
+        sizes: by name, of narrower layers: KV groups or neurons, and ranks of matrices.
     """
 
     first: int
@@ -271,12 +260,10 @@ class LayersInOrder:
 
     @property
     def text(self) -> str:
-        """What is to be said of them, without their sizes."""
         return f"layers {self.first}-{self.last}"
 
     @property
     def how(self) -> str:
-        """What became of them, in a few words."""
         names = {name for name, _ in self.sizes}
         changes = {"narrow": names & {*UNITS.values()}, "low-rank": names - {*UNITS.values()}}
         return ", ".join(change for change, these in changes.items() if these) or "as they were"
@@ -284,13 +271,13 @@ class LayersInOrder:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Sublayers of the unedited model that are in the program no more, where they would be."""
+    """Sublayers of the unedited model that the program leaves out, at their place."""
 
     sublayers: tuple[Sublayer, ...]
 
     @property
     def text(self) -> str:
-        """Which they are: "4-6" for whole layers, "A4" for an attention only."""
+        """For whole layers "4-6", for an attention only "A4"."""
         layers = sorted({sublayer.layers[0] for sublayer in self.sublayers})
         kinds = {sublayer.kind for sublayer in self.sublayers}
         what = ""
@@ -305,7 +292,7 @@ Item = Step | Fork | LayersInOrder | LeftOut
 
 
 def outline(program: Program, num_layers: int, steps_per_layer: int) -> Iterator[Item]:
-    """The program's nodes, with stretches of layers in order as one item and what is left out where it would be."""
+    """The program's nodes, with stretches of layers in order as one item, and with sublayers that are left out."""
     used = {(one.kind, layer) for one in program.sublayers() for layer in one.layers}
     dense = Program.dense(num_layers, steps_per_layer).sublayers()
     missing = [sublayer for sublayer in dense if (sublayer.kind, sublayer.layers[0]) not in used]
@@ -347,7 +334,7 @@ def _place(sublayer: Sublayer) -> tuple[int, bool]:
 
 
 def _same_nodes(nodes: Sequence[Node], steps_per_layer: int) -> set[int]:
-    """Which nodes are steps of the unedited model, with all that was before them before them, and the rest behind."""
+    """Nodes that are steps of the unedited model, in their order."""
     places = [sorted(map(_place, _sublayers(node))) for node in nodes]
     before = list(accumulate((each[-1] for each in places), max, initial=(-1, False)))
     behind = list(accumulate((each[0] for each in reversed(places)), min, initial=(sys.maxsize, False)))[::-1]
@@ -361,7 +348,6 @@ def _same_nodes(nodes: Sequence[Node], steps_per_layer: int) -> set[int]:
 
 
 def _layers_in_order(nodes: Sequence[Node], at: int, same: set[int], steps_per_layer: int) -> int:
-    """How many layers of the same sizes begin here, without one between them that is left out."""
     layers = 0
     sizes = _sizes(nodes[at : at + steps_per_layer])
     while True:

@@ -32,14 +32,14 @@ class TableFile:
     """A CSV file of a result.
 
     Attributes:
-        numbers: columns that must be there and hold numbers (infinity and nan are numbers).
-        words: columns that must be there and hold text.
-        layers: columns that must be there and hold layers, whole numbers from 0.
-        one_of: columns of `words` that hold one of these.
-        optional: it is not written where there is nothing to write.
-        may_be_empty: it is written without rows if there is nothing to write.
+        numbers: required columns of numbers (infinity and nan among them).
+        words: required columns of text.
+        layers: required columns of layers, whole numbers from 0.
+        one_of: allowed values of columns of `words`.
+        optional: not written without rows.
+        may_be_empty: written without rows, too.
         digits: of each number.
-        missing: what stands for NaN.
+        missing: text of NaN.
     """
 
     name: str
@@ -57,11 +57,7 @@ class TableFile:
         return folder / self.name
 
     def read(self, folder: Path) -> pd.DataFrame:
-        """Read the table, with the columns wanted of it.
-
-        Raises:
-            ValueError: naming the file, and the column if one is missing or holds something else than it should.
-        """
+        """Read and check the table; a ValueError names the file, and a column that is missing or wrong."""
         path = folder / self.name
         try:
             table = pd.read_csv(io.StringIO(read_text(path)), keep_default_na=False, na_values=["", "nan", "NaN"])
@@ -99,7 +95,6 @@ def _as_numbers(path: Path, column: pd.Series[Any]) -> pd.Series[Any]:
 
 
 def _refuse_first(path: Path, column: pd.Series[Any], wrong: pd.Series[bool], how: str, why: str) -> None:
-    """Raise an error about the first wrong value of a column, if there is one."""
     if wrong.any():
         row = int(wrong.to_numpy().argmax())
         value = column.iloc[row]
@@ -108,11 +103,7 @@ def _refuse_first(path: Path, column: pd.Series[Any], wrong: pd.Series[bool], ho
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """A JSON object.
-
-    Raises:
-        ValueError: if the file is no UTF-8 text, no JSON, or no object.
-    """
+    """Read a JSON object; a ValueError names the file if it is none."""
     try:
         record = json.loads(read_text(path))
     except json.JSONDecodeError as error:
@@ -123,7 +114,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def read_text(path: Path) -> str:
-    """A text; a ValueError names the file if it is none."""
+    """Read a text; a ValueError names the file if it is none."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -132,13 +123,13 @@ def read_text(path: Path) -> str:
 
 @dataclass(frozen=True, repr=False)
 class RunResult:
-    """The result of a run of a command; classes of it have a field for each of `TABLES` and `TEXTS`.
+    """The result of a command's run; subclasses have a field for each of `TABLES` and `TEXTS`.
 
-    A table that is not there has no rows. `print` shows what there is to say on a terminal, where there is something.
+    A missing table has no rows. `print` shows a summary for a terminal.
 
     Attributes:
         record: provenance, settings and counts, as in the JSON file.
-        files: what there is to look at, pictures among them; of a result that was read, its record.
+        files: written files and pictures; of a result that was read, its record.
     """
 
     COMMAND: ClassVar[str]  # that writes it
@@ -155,7 +146,7 @@ class RunResult:
 
     @classmethod
     def read(cls, path: Path, model_hash: str | None = None) -> Self:
-        """What a folder holds, or what lies beside a record.
+        """Read a folder, or the files beside a record.
 
         Args:
             model_hash: of the model that it has to be of.
@@ -199,16 +190,12 @@ class RunResult:
 
     @classmethod
     def facts(cls, record: dict[str, Any], file: Path) -> dict[str, Any]:  # noqa: ARG003
-        """Fields that the record in a file has, by name.
-
-        Raises:
-            ValueError: naming the file, if they are not there.
-        """
+        """Fields from the record in a file, by name; a ValueError names the file if they are not there."""
         return {}
 
     @classmethod
     def provenance(cls, record: dict[str, Any]) -> dict[str, Any]:
-        """Of the record, what says where the numbers come from."""
+        """The part of a record that tells where its numbers come from."""
         return record
 
     @classmethod
@@ -218,7 +205,6 @@ class RunResult:
 
     @classmethod
     def is_ours(cls, record: dict[str, Any]) -> bool:  # noqa: ARG003
-        """Whether a record whose name alone does not tell is of such a result."""
         return True
 
     @property
@@ -227,7 +213,6 @@ class RunResult:
 
     @property
     def model_hash(self) -> str:
-        """Of the model that was operated on; empty where the record has none."""
         return self.model_of(self.record)[1]
 
     @property
@@ -236,14 +221,13 @@ class RunResult:
 
     @property
     def name(self) -> str:
-        """What the page calls it: its folder."""
+        """Its folder's name."""
         if not self.files:
             return self.label
         return self.files[0].parent.resolve().name
 
     @property
     def heading(self) -> str:
-        """What all of its rows have in common, where its record says that."""
         return str(self.record["heading"])
 
     def write(self, folder: Path) -> list[Path]:
@@ -257,11 +241,9 @@ class RunResult:
         return next((getattr(self, name) for name in self.TABLES), pd.DataFrame())
 
     def section(self) -> Iterable[Block]:
-        """Its part of the page; pictures with a name are files, too."""
         return ()
 
     def summary(self) -> Iterable[Finding]:
-        """What it has to say in the page's summary."""
         return ()
 
     def missing(self) -> Iterable[str]:
@@ -269,7 +251,7 @@ class RunResult:
 
     @classmethod
     def together(cls, runs: Sequence[Self]) -> Iterable[Block]:  # noqa: ARG003
-        """What the page shows once of several runs of a model, at the end of the last one's section."""
+        """Blocks about several runs of a model, at the end of the last one's section."""
         return ()
 
     @property
@@ -277,13 +259,13 @@ class RunResult:
         return str(self.record.get("heading") or self.label)
 
     def pictures(self) -> dict[str, Picture]:
-        """Every picture that there is to make, by the name of its file without ending; the main one first."""
+        """All pictures, by the name of their file without ending; the main one first."""
         from surgeon.findings.drawing import pictures_in  # who reads results alone does without matplotlib
 
         return dict(pictures_in(self.section()))
 
     def plot(self, name: str = "") -> Figure:
-        """One of `pictures`, the first by default: a matplotlib figure, to be shown or saved as PNG, SVG or PDF.
+        """Draw one of `pictures`, the first by default: a matplotlib figure, to be shown or saved as PNG, SVG or PDF.
 
         Raises:
             ValueError: if there is no such picture.
@@ -299,14 +281,13 @@ class RunResult:
         return sheet(found[name], self.picture_title)
 
     def draw(self, folder: Path) -> list[Path]:
-        """Write every picture as a PNG file; returns the files."""
         from surgeon.findings.drawing import save, sheet
 
         title = self.picture_title
         return [save(sheet(one, title), folder / f"{name}.png") for name, one in self.pictures().items()]
 
     def save(self, folder: Path) -> Self:
-        """Write the tables, the record and every picture; returns the same, which knows these files."""
+        """Write the tables, the record and every picture; returns a result that knows these files."""
         return replace(self, files=(*self.files, *self.write(folder), folder / self.RECORD, *self.draw(folder)))
 
     def __repr__(self) -> str:
@@ -320,11 +301,7 @@ class RunResult:
 
 
 def base_of(record: dict[str, Any], file: Path, command: str) -> float:
-    """The unedited model's perplexity.
-
-    Raises:
-        ValueError: if the record has none.
-    """
+    """The unedited model's perplexity; a ValueError names a record without one."""
     base = record.get("base_perplexity")
     if not isinstance(base, int | float) or not base > 0:
         raise ValueError(f"{file} has no base_perplexity above 0; run surgeon {command} again")
@@ -333,15 +310,12 @@ def base_of(record: dict[str, Any], file: Path, command: str) -> float:
 
 @contextmanager
 def named(file: Path, command: str) -> Iterator[None]:
-    """Name the file where what it holds is not what it should be.
-
-    Raises:
-        ValueError: as it was, if it names the file or its folder already.
-    """
+    """Name the file in errors about its contents."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        if isinstance(error, ValueError) and str(file.parent) in str(error):
+        names = {str(file), str(file.parent)} - {"."}
+        if isinstance(error, ValueError) and any(name in str(error) for name in names):
             raise
         raise ValueError(
             f"{file}, or a table beside it, holds what surgeon {command} does not write "

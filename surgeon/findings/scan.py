@@ -1,8 +1,8 @@
-"""Scan: what every stretch of layers tolerates, as cells, heatmaps, curves and in words.
+"""Scan: the damage of changing every stretch of layers, as cells, heatmaps, curves and in words.
 
 Heatmaps are drawn like figure 4 of the Layer Parallelism paper, first layer down, last layer across; those over the
 values of a parameter have the layers down and these values across. Curves are those of its figure 7: perplexity against
-where a stretch ends, one line per length.
+the end of a stretch, one line per length.
 """
 
 from __future__ import annotations
@@ -52,19 +52,15 @@ class Scan(RunResult):
     """The result of a scan.
 
     Attributes:
-        cells: one row per cell, with the columns of `cells.csv`: first and last layer are both included, from 0; then
-            the parameters that maps vary, where some do, each with its value in the cells of its maps;
-            perplexity with its 95% interval; divergence in nats per token, likewise; greedy_acceptance, the share of
-            tokens at which the original's likeliest one is the cell's, too (empty in scans of before that was
-            measured): how often what the cell drafts is accepted; sampled_acceptance, where it was asked for, the mean
-            over tokens of sum_v min(p_v, q_v): the same of tokens that are drawn; tokens are those of the text whose
-            prediction the row rests on; sublayers_run counts what ran for this cell and not already for one before it
-            (a sublayer that ran on half of the windows counts a half).
+        cells: one row per cell, as in `cells.csv`: first and last layer, both included; the parameters that maps vary;
+            perplexity and divergence (nats per token) with 95% intervals; greedy_acceptance, the share of tokens whose
+            likeliest successor is the original's, too (empty in old scans); sampled_acceptance, where it was asked for,
+            the mean of sum_v min(p_v, q_v); tokens, that the row rests on; sublayers_run, that ran for this cell and
+            not already for one before it (on half of the windows counts a half).
         base_perplexity: of the unedited model.
-        permutations: one row per random order, as in `permutations.csv`; empty if there are none.
-        experts: one row per expert of the model's mixtures where its map was asked for, as in `experts.csv`: load, the
-            share of tokens that it gets; of these the mean weight, size of what it makes of them, and saliency
-            (`surgeon.analysis.importance`).
+        permutations: one row per random order, as in `permutations.csv`.
+        experts: one row per expert where its map was asked for, as in `experts.csv`: load, the share of tokens that it
+            gets; mean weight, output size and saliency of these (`surgeon.analysis.importance`).
         cap: colours of maps end at this multiple of the base perplexity, at the latest.
     """
 
@@ -95,8 +91,8 @@ class Scan(RunResult):
         return {"base_perplexity": base_of(record, file, cls.COMMAND)}
 
     @cached_property
-    def touched(self) -> ScanTable:
-        return ScanTable.of(self.cells, self.base_perplexity, self.record)
+    def touched(self) -> ScanMaps:
+        return ScanMaps(self.cells, self.base_perplexity, self.record, self.experts, self.cap)
 
     @property
     def picture_title(self) -> str:
@@ -115,25 +111,21 @@ class Scan(RunResult):
             lines.append(f"screened: a cell rests on {share:.0%} of the tokens on average")
         return "\n".join(lines)
 
-    @property
-    def _maps(self) -> ScanMaps:
-        return ScanMaps(self.cells, self.touched, self.experts, self.cap)
-
     def pictures(self) -> dict[str, Picture]:
-        """`heatmaps`, of all operations over stretches; `heatmap-<operation>` of each, and what the section has.
+        """`heatmaps`, of all operations over stretches; `heatmap-<operation>` of each, and those of the section.
 
-        A map of its own has a scale of its own, so that small damage can be told apart; side by side they share one.
+        A single map has a scale of its own, so that small damage can be told apart; side by side they share one.
         """
-        return self._maps.files() | super().pictures()
+        return self.touched.files() | super().pictures()
 
     def section(self) -> Iterator[Block]:
         scan = self.touched
         yield Paragraph(self._what_was_measured())
         if len(scan.cells):
-            yield self._maps.ribbon()
+            yield scan.ribbon()
             yield reach_table(scan)
             yield from charts(scan)
-        yield from self._maps.galleries()
+        yield from scan.galleries()
         if len(self.permutations) and (words := _spread_of_orders(self.permutations)):
             yield Paragraph(words)
 
@@ -198,7 +190,6 @@ class Scan(RunResult):
 
 
 def _only_part(record: dict[str, Any], num_layers: int) -> str:
-    """Which stretches were left out on purpose."""
     if record.get("earlier"):
         return ""
     parts = []
@@ -287,7 +278,6 @@ def _removal(scan: ScanTable) -> Finding:
 
 
 def _untouchable(scan: ScanTable) -> Finding:
-    """Layers that no change, or none of some kinds, spares."""
     kinds: dict[int, list[str]] = {}
     for name in scan.operations:
         for layer in never_to_touch(scan, name, _LIMIT):

@@ -60,7 +60,7 @@ def _tips(cells: pd.DataFrame) -> list[str]:
 
 
 def _end_of_axis(scan: ScanTable, values: Sequence[float]) -> float:
-    """Reaches beyond most of the points; the few that are far off would press the others together."""
+    """Beyond most of the points; the few that are far off would press the others together."""
     typical = float(np.quantile([value / scan.base for value in values], _MOST_POINTS, method="lower"))
     return scan.base * min(CAP, max(LEAST_CAP, 1 + 2.5 * (typical - 1)))
 
@@ -110,7 +110,6 @@ def _by_depth(scan: ScanTable, best: dict[str, pd.DataFrame]) -> Chart:
 
 
 def _by_end(scan: ScanTable, operation: str) -> Chart:
-    """Perplexity over the last layer of a stretch, a line for each length, or for evenly chosen ones."""
     cells = scan.of_operation(operation)
     lengths = sorted(int(length) for length in cells["changed"].unique())
     if len(lengths) > len(ORDERED):
@@ -135,7 +134,7 @@ def _by_end(scan: ScanTable, operation: str) -> Chart:
 
 
 def reach_table(scan: ScanTable) -> Table:
-    """Table how far each operation goes within each tolerance."""
+    """Table the reach of each operation within each tolerance."""
     rows = []
     for operation in scan.operations:
         row = [HEATMAPS[operation].title]
@@ -163,17 +162,14 @@ _STRETCHES = "First layer of the stretch down, last layer across; the diagonal i
 
 
 @dataclass(frozen=True)
-class ScanMaps:
-    """The maps of a scan; tables as in `Scan`."""
+class ScanMaps(ScanTable):
+    """A scan's cells and experts as maps, whose colours end at `cap` times the base perplexity at the latest."""
 
-    table: pd.DataFrame
-    scan: ScanTable
     experts: pd.DataFrame
-    cap: float = CAP
+    cap: float
 
     @cached_property
     def _cells(self) -> dict[str, pd.DataFrame]:
-        """The cells of each operation's map, each once."""
         return {
             str(name): own.drop_duplicates(["first", HEATMAPS[str(name)].varied or "last"])
             for name, own in self.table.groupby("operation", sort=False)
@@ -183,13 +179,11 @@ class ScanMaps:
         return [name for name in self._cells if (HEATMAPS[name].varied is None) == over_stretches]
 
     def _legend(self, names: list[str]) -> Legend:
-        base = self.scan.base
-        colours, capped = scale_of([self._cells[name][["perplexity"]] for name in names], base, self.cap)
-        title = f"Colours: perplexity over that of the unedited model, {number(base)}"
-        return Legend(colours, title, base, capped)
+        colours, capped = scale_of([self._cells[name][["perplexity"]] for name in names], self.base, self.cap)
+        title = f"Colours: perplexity over that of the unedited model, {number(self.base)}"
+        return Legend(colours, title, self.base, capped)
 
     def files(self) -> dict[str, Picture]:
-        """Draw `heatmaps`, all over stretches on one scale, and `heatmap-NAME` of each on its own."""
         found = {}
         names = self._names(over_stretches=True)
         if len(names) > 1:
@@ -203,13 +197,12 @@ class ScanMaps:
             for name in names
         ]
         colours = (
-            f"Colour: perplexity over that of the unedited model, {number(self.scan.base)}. The line fences in the "
+            f"Colour: perplexity over that of the unedited model, {number(self.base)}. The line fences in the "
             f"cells within {allowance(MARKED)}."
         )
         return Picture(maps, f"{caption} {colours} {shared}".strip(), legend=legend)
 
     def galleries(self) -> Iterator[Block]:
-        """Draw maps over stretches on one scale, then the others on another one, and what experts get and give."""
         if names := self._names(over_stretches=True):
             shared = "These maps share one scale, that of heatmaps.png." if len(names) > 1 else ""
             yield self._picture(names, _STRETCHES, shared)
@@ -225,13 +218,13 @@ class ScanMaps:
         values = grid(cells)
         data = map_cells(
             values, cells["first"], cells["last"], cells, _FIELDS, "layers {row} to {column}", "layer {row}",
-            self.scan.base,
+            self.base,
         )  # fmt: skip
         extent = [number(float(getattr(cells["perplexity"], end)())) for end in ("min", "max")]
         described = f"{title}: {len(cells)} stretches, perplexity {' to '.join(extent)}"
         axes = ("last layer", "first layer")
         what = "perplexity of every stretch"
-        return Map(title, values, colours, axes, data, what, described=described, limit=self.scan.base * MARKED)
+        return Map(title, values, colours, axes, data, what, described=described, limit=self.base * MARKED)
 
     def _of_values(self, operation: str, colours: Normalize) -> Map:
         cells = self._cells[operation]
@@ -241,16 +234,15 @@ class ScanMaps:
         values.index = pd.Index([f"layer {row}" for row in values.index])
         down = [f"layer {layer}" for layer in cells["first"]]
         title = f"{{row}}, {across} {{column}}"
-        data = map_cells(values, down, cells[varied], cells, _FIELDS, title, base=self.scan.base)
+        data = map_cells(values, down, cells[varied], cells, _FIELDS, title, base=self.base)
         rows, columns = values.shape
         title = HEATMAPS[operation].title
         what = f"perplexity of every layer with every value of {across}"
         described = f"{title}: perplexity of {rows} layers, each alone with {columns} values of {across}"
-        limit = self.scan.base * MARKED
+        limit = self.base * MARKED
         return Map(title, values, colours, (across, ""), data, what, described=described, limit=limit, flat=HALF)
 
     def _expert_map(self, column: str, title: str) -> Map:
-        """What each expert gets or gives, layers down and experts across."""
         values = self.experts.pivot(index="layer", columns="expert", values=column)
         if column == "saliency":  # of which some layers have many times as much as others
             values = values.div(values.sum(axis=1), axis=0)
@@ -262,14 +254,13 @@ class ScanMaps:
 
     def ribbon(self) -> Map:
         """For every operation and layer, the cheapest measured change that includes the layer."""
-        scan = self.scan
         legend = self._legend(self._names(over_stretches=True))
-        found = {HEATMAPS[operation].title: cheapest_with(scan, operation) for operation in scan.operations}
+        found = {HEATMAPS[operation].title: cheapest_with(self, operation) for operation in self.operations}
         rows = {name: cells.set_index("layer")["perplexity"] for name, cells in found.items()}
-        values = pd.DataFrame(rows).reindex(range(scan.num_layers)).T
+        values = pd.DataFrame(rows).reindex(range(self.num_layers)).T
         cells = pd.concat(found.values(), ignore_index=True)
         down = [name for name, own in found.items() for _ in range(len(own))]
-        data = map_cells(values, down, cells["layer"], cells, _FIELDS, "{row}, layer {column}", base=scan.base)
+        data = map_cells(values, down, cells["layer"], cells, _FIELDS, "{row}, layer {column}", base=self.base)
         data["notes"] = [
             f"cheapest with it: {stretch(int(f), int(e))}" for f, e in zip(cells["first"], cells["last"], strict=True)
         ]
@@ -282,9 +273,7 @@ class ScanMaps:
 
 
 def grid(cells: pd.DataFrame, varied: str | None = None) -> pd.DataFrame:
-    """Perplexity by first layer (index) and last layer (columns); NaN where there is no such stretch.
-
-    Layers between those of the stretches that were measured are left out where all stretches leave them out.
+    """Perplexity by first layer (index) and last layer (columns), evenly spaced; NaN where there is no such stretch.
 
     Args:
         varied: the column whose values are the columns instead, in their order there.
@@ -296,6 +285,5 @@ def grid(cells: pd.DataFrame, varied: str | None = None) -> pd.DataFrame:
 
 
 def _evenly(layers: pd.Series[int]) -> range:
-    """The layers there are, and those that are missing for them to be evenly spaced."""
     present = sorted(set(layers))
     return range(present[0], present[-1] + 1, math.gcd(*(b - a for a, b in pairwise(present))) or 1)

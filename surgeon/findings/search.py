@@ -1,4 +1,4 @@
-"""Search: its trials, what edits do alone, its front, the layers that good trials change, the held-out winner."""
+"""Search: its trials, single edits, its front, the layers that good trials change, the held-out winner."""
 
 from __future__ import annotations
 
@@ -52,16 +52,15 @@ class SearchResult(RunResult):
 
     Attributes:
         trials: one row per trial, in the order they were asked for, as in `trials.csv`.
-        terms: what each edit does alone, as in `terms.csv`.
+        terms: damage of each edit alone, as in `terms.csv`.
         front: the programs that no other is better than, as in `front.csv`; empty with one objective.
-        quality: the least divergence at every cost that was looked along, of each space alone and of all together, as
-            in `quality.csv`; empty unless there was one.
-        recipe_text: the winner's recipe, with what was measured in comments.
-        question: that was asked: the spaces on the model, the budget, the objectives; this and the following are of a
-            search just made.
-        winner: the best trial, with what is known of it and of its runners-up on held-out text.
-        work: what all workers have run for it, in all of its commands.
-        curves: quality against each cost that was looked along: of each space alone, and of all together.
+        quality: the least divergence at every cost along which the search went, of each space alone and of all
+            together, as in `quality.csv`.
+        recipe_text: the winner's recipe, with measurements in comments.
+        question: the spaces on the model, the budget, the objectives; this and the following are of a search just made.
+        winner: the best trial, with it and its runners-up on held-out text.
+        work: of all workers, in all of its commands.
+        curves: quality against each cost along which the search went.
     """
 
     COMMAND = "search"
@@ -225,7 +224,6 @@ class SearchResult(RunResult):
 
 
 def _on_held_out_text(held: dict[str, Any]) -> Table:
-    """The search's winner and the runners-up on text that the search did not see."""
     by = held["by"]
     first = held["searched"]
     others = held["runners_up"]
@@ -275,7 +273,6 @@ def _value(values: dict[str, Any], by: str) -> str:
 
 
 def _best_trials(trials: TrialTable) -> Table:
-    """The best trials, or along a cost the best of every level, on the text of the search."""
     rows = trials.best_of_levels
     if not trials.has_levels:
         rows = trials.ranked[:_SHOWN]

@@ -1,9 +1,9 @@
-"""Sensitivity: bounds of the error of two neighbouring layers as an LP pair, the error itself, and what it costs."""
+"""Sensitivity: bounds of the error of two neighbouring layers as an LP pair, the error itself, and its damage."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -38,11 +38,10 @@ class Sensitivity(RunResult):
 
     Attributes:
         pairs: one row per pair of neighbouring layers, as in `sensitivity.csv`: `first` and `last`, counted from 0;
-            the terms of `lp_error.TERMS`, means over the windows they were computed on; `relative_bound`,
-            `relative_first_order` and `relative_error`, divided by `stream_norm`; `log10_amplification`, of the
-            product in equation 13, and `log10_output_bound`, with the bound; `perplexity` and `divergence` of the
-            model with this pair in parallel, with the divergence's 95% interval, and `log_perplexity_ratio`;
-            `iterations`, the most that an operator norm took, and `converged`, whether all of them did.
+            the terms of `lp_error.TERMS`, means over the windows; `relative_bound`, `relative_first_order` and
+            `relative_error`, divided by `stream_norm`; `log10_amplification`, of the product in equation 13, and
+            `log10_output_bound`, with the bound; `perplexity`, `divergence` (95% interval) and `log_perplexity_ratio`
+            of the model with this pair in parallel; `iterations`, the most of an operator norm, and `converged`.
         correlations: rank correlations of `PREDICTORS` with `DAMAGES`: `predictor`, `damage`, `rho`, `p`, `n`; also in
             the record.
     """
@@ -70,13 +69,13 @@ class Sensitivity(RunResult):
             "Each pair of neighbouring layers alone as an LP pair: the bound on its local error from appendix A of the "
             "Layer Parallelism paper, its first-order size, what it is, and what it does to the predictions."
         )
-        relative = "error / norm of the stream"
-        caption = "Relative to the stream after the pair."
-        charts = [_by_pair(table, _LINES, relative, "Error of a pair: bound and measured", caption)]
-        charts.append(_bound_and_damage(table))
-        damage = {"divergence": ("divergence", 0)}
-        charts.append(_by_pair(table, damage, "divergence (nats per token)", "Damage of a pair", ""))
-        yield Picture(charts, name="sensitivity")
+        named = [f"pair {_pair(row)}" for _, row in table.iterrows()]
+        first = "first layer of the pair"
+        titles = ("Error of a pair: bound and measured", first, "error / norm of the stream")
+        error = columns_chart(table, _LINES, named, titles, "Relative to the stream after the pair.")
+        titles = ("Damage of a pair", first, "divergence (nats per token)")
+        damage = columns_chart(table, {"divergence": ("divergence", 0)}, named, titles)
+        yield Picture([error, _bound_and_damage(table), damage], name="sensitivity")
         if len(self.correlations):
             yield _correlations(self.correlations)
 
@@ -103,7 +102,7 @@ class Sensitivity(RunResult):
             yield Finding("The bound", text)
 
     def __str__(self) -> str:
-        """How well the bound, and the error itself, order the pairs by their damage, in 80 columns."""
+        """Rank correlations of the bound, and of the error itself, with the damage, in 80 columns."""
         table = self.pairs
         looseness = np.inf
         if (table["error"] > 0).all():
@@ -119,11 +118,6 @@ class Sensitivity(RunResult):
 
 def _pair(row: Any) -> str:
     return f"{int(row['first'])}+{int(row['last'])}"
-
-
-def _by_pair(table: pd.DataFrame, lines: Mapping[str, tuple[str, int]], y: str, title: str, caption: str) -> Chart:
-    named = (f"pair {_pair(row)}" for _, row in table.iterrows())
-    return columns_chart(table, lines, named, (title, "first layer of the pair", y), caption)
 
 
 def _bound_and_damage(table: pd.DataFrame) -> Chart:

@@ -1,9 +1,9 @@
-"""Similarity: how little each layer depends on the one before it, and which cheap measure predicts damage."""
+"""Similarity: dependence of each layer on the one before it, and cheap measures that predict damage."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.colors import Normalize
 
 from surgeon.findings.blocks import Block, Finding, Paragraph, Table
-from surgeon.findings.drawing import Chart, Picture, columns_chart
+from surgeon.findings.drawing import Picture, columns_chart
 from surgeon.findings.maps import Legend, Map, map_cells
 from surgeon.findings.result import RunResult, TableFile
 from surgeon.language.operations.declare import HEATMAPS
@@ -40,13 +40,13 @@ class Similarity(RunResult):
 
     Attributes:
         layers: one row per layer, as in `similarity.csv`: `layer`; `cka_attention`, `cka_attention_debiased`,
-            `cka_mlp`, `cka_mlp_debiased` (NaN where there is no layer before it, as for layer 0); `block_influence`;
-            `attention_size` and `mlp_size`, the mean norm of a sublayer's output relative to the stream it reads.
-        distances: one row per stretch of layers in a row, as in `distances.csv`: `first` and `last`, both included;
-            `angular_distance` between the streams before and after it, averaged over all tokens, and
-            `angular_distance_last_token`, over the last token of each window; `cosine_distance`, 1 - the mean cosine
-            between them.
-        proxies: how every measure is correlated with a scan's heatmaps, as in `proxies.csv`; empty without a scan.
+            `cka_mlp`,
+            `cka_mlp_debiased` (NaN for layer 0); `block_influence`; `attention_size` and `mlp_size`, the mean norm of a
+            sublayer's output relative to the stream it reads.
+        distances: one row per stretch, as in `distances.csv`: `first` and `last`, both included; `angular_distance`
+            between the streams before and after it, averaged over all tokens, and `angular_distance_last_token`, over
+            the last token of each window; `cosine_distance`, 1 - the mean cosine between them.
+        proxies: correlations of every measure with a scan's heatmaps, as in `proxies.csv`; empty without a scan.
     """
 
     COMMAND = "similarity"
@@ -75,11 +75,13 @@ class Similarity(RunResult):
         )
         influence = "Block influence is 1 minus the mean cosine between the streams before and after the layer."
         near = "Near 1: the layer hardly needs it."
-        charts = [
-            _chart(self.layers, CKA, "CKA", "CKA with and without the layer before", near),
-            _chart(self.layers, SIZES, "share of the stream", "How much a layer changes the stream", influence),
-        ]
-        yield Picture(charts, name="similarity")
+        named = [f"layer {layer}" for layer in self.layers["layer"]]
+        cka = columns_chart(
+            self.layers, CKA, named, ("CKA with and without the layer before", "layer", "CKA"), near, False
+        )
+        titles = ("How much a layer changes the stream", "layer", "share of the stream")
+        sizes = columns_chart(self.layers, SIZES, named, titles, influence)
+        yield Picture([cka, sizes], name="similarity")
         if len(self.distances):
             yield Picture([_distances(self.distances)], name="distances")
         if len(self.proxies):
@@ -99,8 +101,11 @@ class Similarity(RunResult):
                 f"{number(float(most.iloc[-1]), 3)})."
             )
             yield Finding("Who needs the layer before", text)
-        if len(self.proxies) and len(rho := _ranked(self.proxies)):
-            yield _best_proxy(rho)
+        if len(self.proxies):
+            rows = self.proxies[self.proxies["damage"] == _DAMAGE]
+            rho = rows.pivot_table(index=["proxy", "aggregate"], columns="operation", values="rho", sort=False)
+            if len(rho):
+                yield _best_proxy(rho)
 
     def missing(self) -> Iterator[str]:
         if self.proxies.empty:
@@ -110,11 +115,6 @@ class Similarity(RunResult):
         if self.proxies.empty:
             return ""
         return str(_best_proxies(self.proxies))
-
-
-def _chart(layers: pd.DataFrame, measures: Mapping[str, tuple[str, int]], y: str, title: str, caption: str) -> Chart:
-    named = (f"layer {layer}" for layer in layers["layer"])
-    return columns_chart(layers, measures, named, (title, "layer", y), caption, measures is SIZES)
 
 
 def _distances(table: pd.DataFrame) -> Map:
@@ -134,13 +134,6 @@ def _distances(table: pd.DataFrame) -> Map:
     return Map(title, values, colours, ("last layer", "first layer"), cells, caption=caption, legend=legend)
 
 
-def _ranked(table: pd.DataFrame) -> pd.DataFrame:
-    """Rank correlations with the divergence: a row per proxy and aggregate, a column per operation, the best first."""
-    rows = table[table["damage"] == _DAMAGE]
-    rho = rows.pivot_table(index=["proxy", "aggregate"], columns="operation", values="rho", sort=False)
-    return rho.loc[rho.mean(axis=1).sort_values(ascending=False, kind="stable").index]
-
-
 def _name(key: Any) -> str:
     proxy, aggregate = key
     words = str(proxy).replace("_", " ").replace("cka", f"1 {MINUS} CKA,")
@@ -150,7 +143,6 @@ def _name(key: Any) -> str:
 
 
 def _best_proxies(table: pd.DataFrame) -> Table:
-    """For each operation, the measure that orders its stretches best by divergence."""
     shown = table[~table["proxy"].str.endswith(_NOT_PRINTED) & (table["damage"] == _DAMAGE)]
     rows = []
     for operation, own in shown.groupby("operation", sort=False):
@@ -170,7 +162,7 @@ def _best_proxies(table: pd.DataFrame) -> Table:
 
 
 def _best_proxy(rho: pd.DataFrame) -> Finding:
-    means = rho.mean(axis=1)
+    means = rho.mean(axis=1).sort_values(ascending=False, kind="stable")
     name = _name(means.index[0])
     kinds = listed(HEATMAPS[name].title for name in rho.columns)
     text = (
@@ -188,7 +180,6 @@ def _best_proxy(rho: pd.DataFrame) -> Finding:
 
 
 def _highest(rows: pd.DataFrame, column: str) -> tuple[str, float]:
-    """The name of the proxy with the highest rank correlation, and that."""
     if rows[column].isna().all():
         return "-", math.nan
     row = rows.iloc[int(rows[column].argmax())]

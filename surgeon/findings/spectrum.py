@@ -1,4 +1,4 @@
-"""Spectrum: singular values of matrices, the rank that each needs, and the damage of cutting it down."""
+"""Spectrum: singular values of matrices, the rank that each needs, and the damage of lower ranks."""
 
 from __future__ import annotations
 
@@ -28,12 +28,7 @@ _LINES = LinearSegmentedColormap.from_list("layers", ORDERED)
 
 @dataclass(frozen=True)
 class TargetRank:
-    """A rank as the user asks for it.
-
-    Attributes:
-        number: of singular values, or a share of all that a matrix has.
-        is_share: which of the two.
-    """
+    """A rank as the user asks for it: a number of singular values, or a share of all."""
 
     number: Fraction
     is_share: bool
@@ -58,8 +53,8 @@ class Spectrum(RunResult):
         matrices: one row per matrix, as in `spectrum.csv`.
         damage: one row per truncation, as in `damage.csv`; no rows if none was measured.
         values: every singular value, as in `singular_values.csv`.
-        base_perplexity: of the model as it is.
-        curves: what ranks are shared out by; of a spectrum just found.
+        base_perplexity: of the unedited model.
+        curves: ranks are shared out by them; of a spectrum just found.
     """
 
     COMMAND = "spectrum"
@@ -98,7 +93,6 @@ class Spectrum(RunResult):
         )
 
     def shares(self, method: str) -> pd.DataFrame:
-        """The matrices with `share`, the rank that holds 95% of the energy, by a method, over the full rank."""
         return self.matrices.assign(share=self.matrices[f"rank95{METHODS[method]}"] / self.matrices["full_rank"])
 
     def truncations(self) -> Iterator[tuple[TargetRank, str, pd.DataFrame]]:
@@ -206,10 +200,10 @@ class Spectrum(RunResult):
 
 
 def parse_ranks(text: str) -> tuple[TargetRank, ...]:
-    """Ranks from a list such as "1/8,0.5,32", each once.
+    """Parse ranks from a list such as "1/8,0.5,32", each once.
 
     Raises:
-        ValueError: naming what is no rank, and why.
+        ValueError: naming the wrong entry, and why.
     """
     ranks = [_parse_rank(part.strip()) for part in text.split(",") if part.strip()]
     if not ranks:
@@ -251,7 +245,6 @@ def _map(
 
 
 def _decay(weight: str, values: pd.DataFrame) -> Chart:
-    """Singular values of a weight relative to the largest one, a line for each layer, dark for the first."""
     lines = {layer: line["value"] / line["value"].max() for layer, line in values.groupby("layer")}
     last = max(1.0, float(values["layer"].max()))
 

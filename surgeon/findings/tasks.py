@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import pandas as pd
 
-from surgeon.findings.blocks import Block, Code, Finding, Paragraph, Table
+from surgeon.findings.blocks import Block, Finding, Paragraph, Table, record_codes
 from surgeon.findings.result import RunResult
 from surgeon.processes.files import make_folder, write_text
 from surgeon.words import listed, number, plural
@@ -27,10 +27,9 @@ class Score:
     """One number of one task or group.
 
     Attributes:
-        shots: few-shot examples; None for a group whose tasks have different numbers.
-        filter: how the answer was taken out of a generated text; "none" for scored texts.
-        stderr: standard error, or None where lm-eval knows none.
-        rows: how many were evaluated; None where lm-eval does not say it.
+        shots: None for a group whose tasks have different numbers.
+        filter: lm-eval's, of a generated text; "none" for scored texts.
+        stderr, rows: None where lm-eval does not say them.
     """
 
     task: str
@@ -52,11 +51,7 @@ class Score:
 
 @dataclass(frozen=True, repr=False)
 class TaskRun(RunResult):
-    """The result of `evaluate` on tasks: lm-eval's, with our provenance in it.
-
-    Attributes:
-        scores: of each task and metric.
-    """
+    """The result of `evaluate` on tasks: lm-eval's, with our provenance in it."""
 
     COMMAND = "eval"
     RECORD = "results*.json"
@@ -75,7 +70,7 @@ class TaskRun(RunResult):
 
     @classmethod
     def provenance(cls, record: dict[str, Any]) -> dict[str, Any]:
-        """What surgeon wrote, and of lm-eval's much longer record how it was called."""
+        """Our provenance, and the call of lm-eval from its much longer record."""
         written = record.get(PROVENANCE_KEY)
         own = {}
         if isinstance(written, dict):
@@ -103,8 +98,7 @@ class TaskRun(RunResult):
         said = f"{self._subject()}, by lm-eval {self.record.get('lm_eval_version', '')}.{some}"
         yield Paragraph(said.replace(" .", "."))
         yield scores_table(self.scores)
-        if surgery.get("program"):
-            yield Code("The program that was evaluated", str(surgery["program"]))
+        yield from record_codes(surgery, program="The program that was evaluated")
 
     def _subject(self) -> str:
         return str(
@@ -153,7 +147,7 @@ def _text(score: Score) -> str:
 
 
 def scores(results: dict[str, Any]) -> list[Score]:
-    """The numbers of what was asked for: of a group that lm-eval aggregates the group's, not those of its members."""
+    """The numbers of the tasks and groups that were asked for, without members of groups that lm-eval aggregates."""
     members = results.get("group_subtasks", {})
     hidden = {child for group in results.get("groups") or {} for child in members.get(group, [])}
     found = []
@@ -178,19 +172,9 @@ def scores(results: dict[str, Any]) -> list[Score]:
 def write_results(
     folder: Path, results: dict[str, Any], record: dict[str, Any], with_samples: bool = False
 ) -> tuple[Path, ...]:
-    """Write results_<time>.json as lm-eval does, and the numbers of the table as CSV; with samples_<task>_<time>.jsonl.
+    """Write results_<time>.json as lm-eval does, the table's numbers as CSV, and samples_<task>_<time>.jsonl.
 
-    The record of provenance goes under the key "surgeon". Every file is whole or not there; the results, which say
-    that all is done, come last.
-
-    Args:
-        results: of `surgeon.quality.tasks.run_tasks`.
-
-    Returns:
-        The JSON file, and the CSV file.
-
-    Raises:
-        OSError: if a file cannot be written.
+    Provenance goes under the key "surgeon". Every file is whole or not there; the results mark the end.
     """
     from lm_eval.utils import handle_non_serializable, hash_string, sanitize_list, sanitize_task_name
 

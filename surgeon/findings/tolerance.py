@@ -1,8 +1,9 @@
-"""What a scan's cells say about which layers can be touched; every claim of the page's summary comes from here."""
+"""Tolerance of layers by a scan's cells: every claim of the page's summary comes from here."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,36 +22,36 @@ _SAME = 1e-6  # relative; perplexities this close are one
 
 @dataclass(frozen=True)
 class ScanTable:
-    """A scan's cells, ready to be asked.
+    """A scan's cells, ready for questions.
 
     Attributes:
-        cells: of the maps over stretches, as in `cells.csv`, with `ratio` (perplexity over the base's) and `changed`
-            (how many layers run in another way). Left out are stretches on which an operation changes nothing; where an
-            operation leaves the last layers of a stretch as they are (pairs of an odd stretch), `last` is the last one
-            that it changes.
+        table: all cells, as in `cells.csv`.
         base: perplexity of the unedited model.
-        num_layers: of the model.
-        steps_per_layer: 1 where attention and MLP read the same stream; None if the record does not say.
-        edited: whether the model runs a program of its own, of which no effective depths are told.
     """
 
-    cells: pd.DataFrame
+    table: pd.DataFrame
     base: float
-    num_layers: int
-    steps_per_layer: int | None
-    edited: bool = False
+    record: dict[str, Any]
 
-    @classmethod
-    def of(cls, cells: pd.DataFrame, base: float, record: dict[str, Any]) -> ScanTable:
-        """Ready the cells, base perplexity and record of a scan to be asked."""
+    @cached_property
+    def cells(self) -> pd.DataFrame:
+        """Cells of the maps over stretches that an operation changes, with `ratio` (perplexity over the base's).
+
+        `changed` counts the layers that run in another way, of which `last` is the last.
+        """
+        over_stretches = self.table[[HEATMAPS[str(name)].varied is None for name in self.table["operation"]]]
+        return _changing(over_stretches, self.base)
+
+    @property
+    def num_layers(self) -> int:
         # A model runs each of its layers' two sublayers once.
-        known = record.get("num_layers") or record.get("sublayers_run", {}).get("base", 0) // 2
-        num_layers = max(int(known), int(cells["last"].max()) + 1)
-        steps = record.get("steps_per_layer")
-        if steps not in (1, 2):
-            steps = None
-        over_stretches = cells[[HEATMAPS[str(name)].varied is None for name in cells["operation"]]]
-        return cls(_changing(over_stretches, base), base, num_layers, steps, "program" in record)
+        known = self.record.get("num_layers") or self.record.get("sublayers_run", {}).get("base", 0) // 2
+        return max(int(known), int(self.table["last"].max()) + 1)
+
+    @property
+    def edited(self) -> bool:
+        """Whether the model runs a program of its own, of which no effective depths are told."""
+        return "program" in self.record
 
     @property
     def operations(self) -> list[str]:
@@ -61,25 +62,23 @@ class ScanTable:
 
     def depth(self, operation: str, changed: int) -> float | None:
         """Effective depth with an operation on so many layers; None if it cannot be told."""
-        saved = None
-        if not self.edited:
-            saved = depth_saved(operation, changed, self.steps_per_layer)
-        if saved is None:
+        if self.edited:
             return None
-        return self.num_layers - saved
+        saved = depth_saved(operation, changed, self.record.get("steps_per_layer"))
+        return None if saved is None else self.num_layers - saved
 
 
 def changed_layers(operation: str, first: int, last: int) -> int:
-    """How many layers of a stretch an operation changes: all, or those in whole groups."""
+    """Count the layers of a stretch that an operation changes: all, or those in whole groups."""
     size = HEATMAPS[operation].group
     return (last - first + 1) // size * size
 
 
 def depth_saved(operation: str, layers: int, steps_per_layer: int | None) -> float | None:
-    """By how many layers an operation on so many of them lessens the effective depth; None if it cannot be told."""
+    """The effective depth that an operation on so many layers saves; None if it cannot be told."""
     if layers < 1:
         return None
-    known = [steps_per_layer] if steps_per_layer else [1, 2]
+    known = [steps_per_layer] if steps_per_layer in (1, 2) else [1, 2]
     edited = {steps: HEATMAPS[operation](Program.dense(layers, steps), layers=range(layers)) for steps in known}
     saved = {layers - program.effective_depth(steps) for steps, program in edited.items()}
     if len(saved) == 1:

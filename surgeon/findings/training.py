@@ -1,20 +1,24 @@
-"""Training runs: their records and curves, which healing and training from scratch share."""
+"""Training: records and curves, which healing shares, and runs from scratch, alone and side by side."""
 
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import pandas as pd
 from matplotlib.axes import Axes
 
-from surgeon.findings.drawing import Chart, points, rule, scale
+from surgeon.findings.blocks import Block, Finding, Paragraph, Table, record_codes
+from surgeon.findings.drawing import COLOURS, Chart, Picture, points, rule, scale
+from surgeon.findings.exported import from_scratch
 from surgeon.findings.result import RunResult, TableFile
 from surgeon.progress import clock
-from surgeon.words import known, number, plural
+from surgeon.quality.summary import Quality
+from surgeon.words import interval, known, number, plural
 
 _INTERVALS = tuple(f"{name}_{end}" for name in ("perplexity", "divergence") for end in ("low", "high"))
 PARTS = {"logits": "logits' part", "hidden": "hidden states' part", "text": "text's part"}  # of a distillation's loss
@@ -31,8 +35,8 @@ class TrainingRun(RunResult):
     """A run that trained a model.
 
     Attributes:
-        held_out: a row for each time that it was measured on held-out text, as in `held_out.csv`.
-        training: a row for each step that was written down, as in `training.csv`.
+        held_out: a row for each measurement on held-out text, as in `held_out.csv`.
+        training: a row for each logged step, as in `training.csv`.
     """
 
     RECORD = "run.json"
@@ -78,7 +82,7 @@ class TrainingRun(RunResult):
 
 
 def loss_chart(training: pd.DataFrame) -> Chart:
-    """The training loss at every step that was written down, smoothed where there are many, and its parts."""
+    """The training loss at every logged step, smoothed where there are many, and its parts."""
     written = training.dropna(axis="columns", how="all")
     parts = {"loss": "loss"} | {name: words for name, words in PARTS.items() if name in written}
     if len(parts) == 2:
@@ -86,7 +90,8 @@ def loss_chart(training: pd.DataFrame) -> Chart:
     few = len(training) <= _MEANS
     drawn = training
     if not few:
-        drawn = _means(training, list(parts))
+        places = pd.Series(range(len(training)), index=training.index) // math.ceil(len(training) / _MEANS)
+        drawn = training.groupby(places).agg({"step": "last", **dict.fromkeys(parts, "mean")})
 
     def draw(axes: Axes) -> None:
         _steps_across(axes, training["step"])
@@ -107,12 +112,7 @@ def loss_chart(training: pd.DataFrame) -> Chart:
 
 
 def held_out_charts(runs: Mapping[str, TrainingRun], together: str = "") -> Iterator[Chart]:
-    """Perplexity and divergence on held-out text, a line for each run by its name.
-
-    Args:
-        runs: of one kind.
-        together: ends the titles of charts of several runs.
-    """
+    """Perplexity and divergence on held-out text, a line for each run by its name; `together` ends the titles."""
     has_divergence = any(run.held_out["divergence"].notna().any() for run in runs.values())
     for name in ("perplexity", "divergence") if has_divergence else ("perplexity",):
         yield _held_out_chart(name, runs, together)
@@ -174,12 +174,6 @@ def _tips(training: pd.DataFrame, column: str, words: str) -> list[str]:
     return [f"step {step:g}: {words} {number(value)}" for step, value in rows]
 
 
-def _means(training: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
-    """Means of neighbouring rows, at the last one's step."""
-    parts = pd.Series(range(len(training)), index=training.index) // math.ceil(len(training) / _MEANS)
-    return training.groupby(parts).agg({"step": "last", **dict.fromkeys(columns, "mean")})
-
-
 def _steps_across(axes: Axes, steps: pd.Series[float]) -> None:
     last = float(steps.max())
     if not 0 <= last < math.inf:
@@ -194,8 +188,107 @@ def _value_axis(axes: Axes, values: Sequence[float], log_from: float = _WIDE, ze
 
 
 def trained_on(record: dict[str, Any]) -> str:
-    """Say how much a run trained, on which text and how long."""
+    """Steps, text and time of a run."""
     text = f"{plural(int(record['steps']), 'step')} on {int(record['tokens']):,} tokens"
     if record.get("data"):
         text += f" of {record['data']}"
     return f"{text} in {clock(float(record['seconds']))}"
+
+
+_LONGEST_PROGRAM = 28  # characters of it in a table
+
+
+@dataclass(frozen=True, repr=False)
+class ScratchRun(TrainingRun):
+    """The result of `train`."""
+
+    COMMAND = "train"
+    TITLE = "Training from scratch"
+    OF_SURGERY = False
+    LAST = "trained"
+    BEFORE = "the model with random weights"
+    LOG_FROM = 2.0  # its first value is far above all others
+
+    @classmethod
+    def is_ours(cls, record: dict[str, Any]) -> bool:
+        """Whether it is of a whole model's run, and not of one of its racks."""
+        identity = record.get("identity", {})
+        return identity.get("task") == "train" and "rack" not in identity
+
+    @classmethod
+    def model_of(cls, record: dict[str, Any]) -> tuple[str, str]:
+        return from_scratch(record.get("data")), ""
+
+    def section(self) -> Iterator[Block]:
+        record = self.record
+        yield Paragraph(
+            f"A model of {int(record['parameters']):,} parameters ({record['architecture']}) with random weights was "
+            f"trained for {trained_on(record)}. Before and after, {int(record['trained']['tokens']):,} held-out "
+            f"tokens were predicted ({record['held_out']})."
+        )
+        rows = [[name, *_cells(record[stage])] for stage, name in (("untrained", "untrained"), ("trained", "trained"))]
+        yield Table("Before and after", ["", "loss", "perplexity", "95% interval"], rows, "Loss in nats per token.")
+        yield from _racks(record.get("racks"))
+        yield Picture(list(self.charts()))
+        yield from record_codes(record, program="Program", configuration="Configuration")
+
+    @classmethod
+    def together(cls, runs: Sequence[Self]) -> list[Block]:
+        if len(runs) < 2:
+            return []
+        texts = {run.record.get("held_out_hash") for run in runs}
+        first = runs[0]
+        head = ["", "program", "parameters", "tokens", "seed", "loss", "perplexity", f"loss minus {first.name}'s"]
+        rows = [run.row(first.loss) for run in runs]
+        note = "Losses on held-out text, nats per token; a run's interval stands in its section."
+        if len(texts) != 1:
+            note += " The runs were measured on different texts, and cannot be compared."
+        charts = list(held_out_charts({run.name: run for run in runs[: len(COLOURS)]}, ", side by side"))
+        caption = ""
+        if len(runs) > len(COLOURS):
+            caption = f"The first {len(COLOURS)} runs are drawn."
+        return [Table("Side by side", head, rows, note, left=frozenset({1})), Picture(charts, caption)]
+
+    @property
+    def loss(self) -> float:
+        """Of the trained model on held-out text, nats per token."""
+        return math.log(float(self.record["trained"]["perplexity"]))
+
+    def row(self, base: float) -> list[str]:
+        """The run in a table of several, of which the first has the loss `base`."""
+        record = self.record
+        program = textwrap.shorten(str(record["program"]), _LONGEST_PROGRAM, placeholder="…")
+        sizes = [f"{int(record['parameters']):,}", f"{int(record['tokens']):,}", str(record["settings"]["seed"])]
+        apart = ""
+        if self.loss != base:
+            apart = f"{self.loss - base:+.3f}"
+        return [self.name, program, *sizes, number(self.loss), number(math.exp(self.loss)), apart]
+
+    def summary(self) -> Iterator[Finding]:
+        record = self.record
+        before, after = (float(record[stage]["perplexity"]) for stage in ("untrained", "trained"))
+        text = (
+            f"{plural(int(record['steps']), 'step')} on {int(record['tokens']):,} tokens of {record['data']} brought a "
+            f"model with random weights from a perplexity of {number(before)} to {number(after)} on held-out text."
+        )
+        yield Finding("Trained from scratch", text, number(after), "held-out perplexity")
+
+
+def _racks(record: dict[str, Any] | None) -> Iterator[Table]:
+    if record is None:
+        return
+    rows = []
+    for each in record["each"]:
+        before = Quality.from_json(each["before"])
+        loss, perplexity, interval_of = _cells(each["after"])
+        rows.append([f"layers {each['layers']}", loss, number(before.perplexity), perplexity, interval_of])
+    note = (
+        f"Each by its own coda of {plural(int(record['coda']), 'layer')}; the last rack's are the model's own last "
+        "layers, and the curves below are its."
+    )
+    yield Table("Racks", ["", "loss", "perplexity before", "after", "95% interval"], rows, note)
+
+
+def _cells(stored: dict[str, Any]) -> list[str]:
+    quality = Quality.from_json(stored)
+    return [number(math.log(quality.perplexity)), number(quality.perplexity), interval(*quality.ends("perplexity"))]

@@ -1,4 +1,4 @@
-"""What a search's table of trials says: the way to the best, and which layers good trials touch."""
+"""The trials of a search: the way to the best, and the layers that good trials touch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TrialTable:
 
     Attributes:
         table: with the columns of trials.csv.
-        by: what the search made small: one of `BY`, the first where it is none.
+        by: the objective, one of `BY`, the first where it is none.
     """
 
     table: pd.DataFrame
@@ -54,7 +54,7 @@ class TrialTable:
 
     @cached_property
     def values(self) -> Numbers:
-        """(trials,), of what they are ranked by."""
+        """(trials,), of the objective."""
         return self.table[self.by].to_numpy(dtype=np.float64)
 
     @cached_property
@@ -65,7 +65,6 @@ class TrialTable:
         )
 
     def short_edits(self, row: int) -> str:
-        """The first of a trial's edits."""
         return first_few(list(map(str, self.choices[row])), _EDITS_SHOWN) or "no edits"
 
     @cached_property
@@ -74,22 +73,20 @@ class TrialTable:
 
     @cached_property
     def whole(self) -> Flags:
-        """Which were measured on all of the text; the others were stopped, and their numbers are estimates."""
+        """Trials on all of the text; the others were stopped, and their numbers are estimates."""
         return self._flags("whole")
 
     @cached_property
     def within(self) -> Flags:
-        """Which of the whole ones keep the budget."""
         return self.whole & self._flags("within")
 
     @cached_property
     def levels(self) -> Numbers:
-        """(trials,), which level of a cost each was made for; all 0 in a search with one goal."""
+        """(trials,), the level of a cost that each was made for; all 0 in a search with one goal."""
         return np.asarray(np.nan_to_num(self.table["level"].to_numpy(dtype=np.float64)), dtype=np.float64)
 
     @property
     def has_levels(self) -> bool:
-        """Whether the search looked along a cost, so that trials of different levels do not compare."""
         return len(set(self.levels.tolist())) > 1
 
     def tip(self, row: int) -> str:
@@ -99,9 +96,9 @@ class TrialTable:
 
     @cached_property
     def relative(self) -> Numbers:
-        """(trials,): their measure, or in a search along a cost, times the least that was found at the same level.
+        """(trials,): their measure, or along a cost, times the least that was found at the same level.
 
-        Within the budget, or at levels at which nothing is, of all; NaN where there is no trial to compare with.
+        Within the budget, or at levels without such trials, of all; NaN where there is no trial to compare with.
         """
         if not self.has_levels:
             return self.values
@@ -161,7 +158,7 @@ class TrialTable:
         return list(dict.fromkeys(edit.space for choice in self.choices for edit in choice))
 
     def touched(self, space: str, layers: int, rows: Sequence[int]) -> Numbers:
-        """(layers,): which share of some trials has an edit of a space on each layer."""
+        """(layers,): the share of some trials with an edit of a space on each layer."""
         found = np.zeros(layers)
         for row in rows:
             found[[*{layer for edit in self.choices[row] if edit.space == space for layer in edit.layers}]] += 1
@@ -221,7 +218,7 @@ def history_chart(trials: TrialTable) -> Chart:
 
 
 def quality_chart(along: str, quality: pd.DataFrame) -> Chart:
-    """Quality against a cost: the front of each space alone and of all together, and where the knees are."""
+    """Quality against a cost: the front of each space alone and of all together, and the knees."""
     quality = quality[quality["divergence"] > 0]
 
     def tip(row: Any) -> str:
@@ -240,7 +237,17 @@ def quality_chart(along: str, quality: pd.DataFrame) -> Chart:
             points(axes, knees["cost"], knees["divergence"], tips, _KNEE, "knee", line=False)
             if {"knee_low", "knee_high"} <= set(knees):  # its 95% interval, by resampling windows
                 axes.hlines(knees["divergence"], knees["knee_low"], knees["knee_high"], COLOURS[_KNEE], alpha=0.5, lw=3)
-        _dearest_left(axes, along, quality["cost"])
+        # The unedited model's cost is on the left.
+        costs = [*map(float, quality["cost"])] or [0.0, 1.0]
+        least = min(costs)
+        most = max(costs)
+        if along == "depth":
+            layers_across(axes, math.floor(least), math.ceil(most))
+        else:
+            room = 0.02 * (most - least) or 0.02 * abs(most) or 1.0
+            scale(axes, "x", [least - room, most + room])
+        if along.partition("@")[0] != "speedup":
+            axes.set_xlim(*reversed(axes.get_xlim()))
         _label_cost(axes.xaxis, along)
 
     of_each = ""
@@ -250,18 +257,6 @@ def quality_chart(along: str, quality: pd.DataFrame) -> Chart:
     title = f"The front: divergence against {_COSTS.get(along, along)}"
     name = "quality-against-" + re.sub(r"[^\w.-]+", "-", along)
     return Chart(title, draw, "", UNITS["divergence"], caption, name)
-
-
-def _dearest_left(axes: Axes, along: str, costs: pd.Series[Any]) -> None:
-    """The x axis, from the unedited model's cost on the left to less of it on the right."""
-    ends = [costs.min(), costs.max()] if len(costs) else [0.0, 1.0]
-    if along == "depth":
-        layers_across(axes, math.floor(ends[0]), math.ceil(ends[1]))
-    else:
-        room = 0.02 * (ends[1] - ends[0]) or 0.02 * abs(ends[1]) or 1.0
-        scale(axes, "x", [ends[0] - room, ends[1] + room])
-    if along.partition("@")[0] != "speedup":
-        axes.set_xlim(*reversed(axes.get_xlim()))
 
 
 def _label_cost(axis: Axis, name: str) -> None:
@@ -319,7 +314,7 @@ def objectives_of(front: pd.DataFrame) -> list[str]:
 
 
 def edit_chart(space: str, own: pd.DataFrame, terms: pd.DataFrame) -> Chart:
-    """What every edit of a space does by itself: a mark for each way of it."""
+    """The damage of every edit of a space by itself: a mark for each way of it."""
     lengths = (own["last"] - own["first"] + 1).astype(int)
     ways = own["option"].fillna("").astype(str)  # in what they differ besides where they begin
     if lengths.nunique() > 1:

@@ -21,25 +21,25 @@ from surgeon.runtime.stream import Answer
 
 
 class Conversation(AbstractContextManager["Conversation"]):
-    """What was said, and answers as they come; leaving it ends the ranks.
+    """A chat, with answers as they come; leaving it ends the ranks.
 
-    For each answer all that was said is put into the tokenizer's chat template. Of that the ranks compute what their
-    cache does not have from the answers before.
+    For each answer the whole chat is put into the tokenizer's chat template. Of that the ranks compute what their cache
+    does not have from the answers before.
 
     Attributes:
         service: the ranks that answer.
-        messages: all that was said, as chat templates take it: each with a role and its content.
-        answers: all that were given, also before `reset`, with what they took.
+        messages: with role and content, as chat templates take them.
+        answers: all of them, also before `reset`, with their figures.
     """
 
     def __init__(
         self, service: Service, tokenizer: Any, sampling: Sampling | None = None, system: str | None = None
     ) -> None:
-        """Begin one.
+        """Begin a chat.
 
         Args:
             service: with the tokenizer; it is closed with the conversation.
-            sampling: of answers; its `max_new_tokens` are given where there is room for so many.
+            sampling: of answers; `max_new_tokens` where there is room.
             system: a message before all others.
         """
         self.service = service
@@ -60,7 +60,7 @@ class Conversation(AbstractContextManager["Conversation"]):
         """Give the pieces of the answer to a message, as they come.
 
         An answer that is stopped, or whose pieces are left before its end, is part of the conversation as far as it
-        came; if nothing came, neither is the message.
+        came; an empty one is not, and neither is its message.
 
         Raises:
             ValueError: if the template does not take the messages, or with them there is no room for an answer.
@@ -98,7 +98,7 @@ class Conversation(AbstractContextManager["Conversation"]):
                 self.messages = [*messages, {"role": "assistant", "content": answer.text}]
 
     def stop(self) -> None:
-        """Have the answer that is being given end after the pass of the moment; from any thread or signal handler."""
+        """End the answer after the current pass; from any thread or signal handler."""
         self._stopped = True
         if self._request is not None:  # by a thread, as what a signal interrupts may be sending to the ranks
             threading.Thread(target=self.service.cancel, args=(self._request,)).start()

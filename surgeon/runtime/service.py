@@ -1,15 +1,14 @@
-"""A model that answers requests on several ranks: what a server or a command uses in its own process.
+"""A model that answers requests on several ranks, for a server or a command in its own process.
 
     with Service("demo", ServiceOptions(RankOptions(2)), tokenizer) as service:
         stream = service.submit(prompt_ids, Sampling(max_new_tokens=20))
         for event in stream:
             print(event.text, end="")
 
-The ranks are processes of their own. Requests go to rank 0, whose scheduler decides what every forward pass computes
-(scheduler.py, worker.py). What comes back is turned into text and looked through for stop texts here, so that the
-ranks need not wait for it; by the time a stop text is found they may be a pass ahead, whose tokens are dropped. One
-thread of this process receives from the ranks, notices when one of them ends, and passes everything on; another one
-notices when they are stuck (watchdog.py).
+Requests go to rank 0, a process of its own, whose scheduler decides what every forward pass computes (scheduler.py,
+worker.py). Text and stop texts are made here, so that the ranks need not wait for them; by the time a stop text is
+found they may be a pass ahead, whose tokens are dropped. One thread receives from the ranks, notices when one of them
+ends, and passes everything on; another one notices when they are stuck (watchdog.py).
 """
 
 from __future__ import annotations
@@ -51,14 +50,12 @@ class Service(AbstractContextManager["Service"]):
 
     Attributes:
         plan: the model and its program.
-        options: as given.
         blocks: of the cache, each for 16 tokens of one group of attentions (`cache_groups`).
-        capacity: how many texts the cache holds.
+        capacity: of texts in the cache.
         kernels: that compute beside matrix products, "Triton", "C++" or "none" and why.
-        max_tokens: the most that prompt and output of a request may have together: what the model and the whole
-            cache have room for.
-        failure: why the ranks have ended (`RankFailed`), noticed within seconds also while no request is open; None
-            while they run. Ranks that have not ended but are stuck are noticed, and ended, while requests are open.
+        max_tokens: of prompt and output of a request together: the room of the model and the whole cache.
+        failure: the end of the ranks (`RankFailed`), noticed within seconds also while no request is open; None while
+            they run. Ranks that are stuck are noticed, and ended, while requests are open.
     """
 
     def __init__(
@@ -73,7 +70,7 @@ class Service(AbstractContextManager["Service"]):
         Args:
             model: a checkpoint folder (edited by surgeon or not), a hub name, or a model that is open.
             options: those of one rank on a CPU by default.
-            tokenizer: a tokenizer of `transformers`; without one events have no text.
+            tokenizer: of `transformers`; without one events have no text.
             started: the options' ranks, if there are any already (`early_ranks`); they end with the service.
 
         Raises:
@@ -198,11 +195,11 @@ class Service(AbstractContextManager["Service"]):
             return True
 
     def stats(self) -> Stats:
-        """What the service is doing, as of the last pass or cancellation; answers at once, also after a failure."""
+        """Stats as of the last pass or cancellation; answers at once, also after a failure."""
         return self._stats
 
     def figures(self) -> list[Figures]:
-        """What passes have cost so far, by rank; asks the ranks, so it takes up to the duration of a pass.
+        """Figures of all passes so far, by rank; asks the ranks, which takes up to the duration of a pass.
 
         Raises:
             RankFailed: if a rank has failed.
@@ -246,7 +243,7 @@ class Service(AbstractContextManager["Service"]):
             self._ranks.post(0, message)
 
     def _receive(self, limits: Limits) -> None:
-        """The thread's work: pass on what the ranks send, until they end."""
+        """Pass on the ranks' messages in a thread, until they end."""
         failure: Exception | None = None
         try:
             self._ranks.call(serve, self.blocks, limits, self._watchdog.interval, notify=self._hear)
@@ -263,7 +260,7 @@ class Service(AbstractContextManager["Service"]):
             opened.stream.put(self.failure or opened.cancelled())
 
     def _watch(self) -> None:
-        """The other thread's work: end ranks that are stuck. It needs no lock, which may be held by one who sends."""
+        """End ranks that are stuck, in a thread; without the lock, which a sender may hold."""
         last = time.monotonic()
         while not self._ended.wait(self._watchdog.interval):
             now = time.monotonic()

@@ -1,4 +1,4 @@
-"""How a model is to be served."""
+"""Options of a service."""
 
 from __future__ import annotations
 
@@ -16,30 +16,26 @@ LOOKUP = "lookup"
 
 @dataclass(frozen=True)
 class ServiceOptions:
-    """How a model is to be served; what needs no model to check it is checked as it is made.
+    """Options of a service; what needs no model to check it is checked as it is made.
 
     Attributes:
-        ranks: what it runs on.
-        program: run this one instead of the checkpoint's own.
-        max_batch: how many requests are computed together.
-        max_tokens: the most that prompt and output of a request may have together; what the model takes if None.
-        blocks: of the cache; if None, as many as `max_batch` of the longest requests need, as far as they fit.
-        memory: bytes that weights and cache may take, of all ranks together (of each on GPUs); most of what is free if
-            None.
+        program: in place of the checkpoint's own.
+        max_batch: requests that are computed together.
+        max_tokens: of prompt and output of a request together; by default the model's positions.
+        blocks: of the cache; by default enough for `max_batch` of the longest requests, as far as they fit.
+        memory: bytes of weights and cache, of all ranks together (of each on GPUs); by default most of the free.
         max_waiting: requests that may be open beyond `max_batch`.
-        patience: seconds without any progress after which ranks that have something to do are given up.
+        patience: seconds without any progress after which busy ranks are given up.
         dtype, decoding, low_rank, kv: as of `Ways`.
-        halves: whether passes are computed in two halves, one while the other's reductions are on their way: all that
-            can be ("on"), or none ("off").
-        draft: a program over the same weights that drafts tokens, which the model verifies, several in a pass, or a
-            variant of the model by name ("lp"); "coda" where the checkpoint's first
-            rack and its coda do; "lookup" where a text's own tokens do, what came before behind its last few ones;
-            None for none. Greedy tokens and what a seed draws stay the same (as far as rounding does not decide), and
-            what else is drawn keeps its distribution.
-        draft_tokens: how many at a time; by default as many as pay (runtime/batching/ahead.py).
-        pipeline: have each rank hold a stretch of the program, one behind the other, in place of a share of all of it;
-            while one computes what the one before has sent, that goes on with other texts, or with what the coda of the
-            checkpoint's first rack drafts, if it has any. Texts are the same.
+        halves: whether passes are computed in two halves, one while the other's reductions are on their way: "on" or
+            "off".
+        draft: a program over the same weights, or a variant by name ("lp"), that drafts tokens, which the model
+            verifies; "coda" for the checkpoint's first rack and its coda; "lookup" for a text's own tokens behind its
+            last few ones. Greedy tokens and those of a seed stay the same (up to rounding), and others keep their
+            distribution.
+        draft_tokens: at a time; by default as many as pay (runtime/batching/ahead.py).
+        pipeline: each rank holds a stretch of the program, and works while the others go on with other texts, or with
+            drafts of the coda of the checkpoint's first rack. Texts are the same.
 
     Raises:
         ValueError: if the ranks are not connected, a number is too small, there are no such drafts or not of another
@@ -109,7 +105,6 @@ class ServiceOptions:
 
     @property
     def ways(self) -> Ways:
-        """How ranks compute it."""
         return {"dtype": self.dtype, "decoding": self.decoding, "low_rank": self.low_rank, "kv": self.kv}
 
     @property

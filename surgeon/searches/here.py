@@ -13,8 +13,7 @@ from pathlib import Path
 from statistics import median
 
 from surgeon.benchmarks.drafting import MeasuredDrafts, measure_drafts
-from surgeon.benchmarks.measure import RankBench
-from surgeon.benchmarks.plans import Needs
+from surgeon.benchmarks.measure import Needs, RankBench
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.opened import Model

@@ -38,7 +38,7 @@ class WorkerProcesses:
 
     Args:
         count: of workers, this process among them.
-        command: for the interpreter, as in ["-m", "surgeon.commands.search_worker"].
+        command: for the interpreter, as in ["-m", "surgeon.commands.searching"].
         given: to each of them, as JSON values; `given_to_worker` reads it.
     """
 

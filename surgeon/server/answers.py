@@ -1,4 +1,4 @@
-"""From a checked body to its answer, and what happens when the client hangs up before that.
+"""From a checked body to its answer, also where the client hangs up before that.
 
 Behind one HTTP request are several to the service (`Choices`): given to it together, merged as they answer.
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -45,11 +45,7 @@ class Reply(Answer):
 
 
 class Format(ABC):
-    """One HTTP request's answer.
-
-    Attributes:
-        wants_logprobs: whether log-probabilities are part of it.
-    """
+    """One HTTP request's answer, with log-probabilities or not."""
 
     prefix: ClassVar[str]
     whole_object: ClassVar[str]
@@ -74,10 +70,10 @@ class Format(ABC):
 
     @abstractmethod
     def pieces(self, index: int, answer: Reply, event: Event) -> list[dict[str, Any]]:
-        """What an event adds to a choice, as the choices of chunks; none before the first token.
+        """Choices of chunks that an event adds; none before the first token.
 
         A token whose text is kept back, because a character or a stop text may begin with it, has a chunk without text:
-        who reads a stream sees when tokens come.
+        readers of a stream see when tokens come.
         """
 
 
@@ -190,11 +186,7 @@ def _finite(logprob: float) -> float:
 
 
 def usage_of(answers: Sequence[Reply], each: int) -> dict[str, Any]:
-    """OpenAI's count of tokens: every prompt once, every answer.
-
-    Args:
-        each: how many answers a prompt has; they lie side by side.
-    """
+    """OpenAI's count of tokens: every prompt once, every answer; `each` answers of a prompt lie side by side."""
     prompt = sum(len(answer.prompt.tokens) for answer in answers[::each])
     cached = sum(answer.usage.cached for answer in answers[::each])
     new = sum(answer.usage.new for answer in answers)
@@ -217,7 +209,7 @@ class Choices:
     """Open requests, numbered in the order in which they were asked for.
 
     Attributes:
-        prompt_field: what errors about the prompts name.
+        prompt_field: of the body, for errors about prompts.
     """
 
     def __init__(self, state: ServerState, prompt_field: str) -> None:
@@ -230,8 +222,6 @@ class Choices:
         self._arrived: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue()
 
     async def submit(self, asks: Sequence[Ask]) -> None:
-        """Ask for all of them, or for none."""
-
         def submit_all() -> None:
             for choice, (tokens, sampling) in enumerate(asks):
                 stream = self.state.service.submit(tokens, sampling)
@@ -257,7 +247,7 @@ class Choices:
         return bool(self._open)
 
     async def next(self) -> list[tuple[int, Event]]:
-        """Wait for events; all that have come, each with the number of its choice."""
+        """Wait for events; returns all that have come, each with the number of its choice."""
         found = [self._note(*await self._arrived.get())]
         while not self._arrived.empty():
             found.append(self._note(*self._arrived.get_nowait()))
@@ -284,10 +274,6 @@ class Choices:
         """Cancel what is still open."""
         while self._open:
             self.state.service.cancel(self._open.popitem()[1])
-
-
-class ClientGone(Exception):
-    """The client has closed its connection."""
 
 
 async def complete(request: Request, state: ServerState, body: CompletionBody) -> Response:
@@ -332,7 +318,7 @@ async def _answer(request: Request, state: ServerState, body: Body, prompts: lis
             chunks = _chunks(request.scope, choices, answers, style, body, first)
             return _EventStream(chunks, choices)
         await _unless_gone(request, _collect(choices, answers, first))
-    except ClientGone:
+    except ClientDisconnect:
         choices.close()
         return Response(status_code=GONE)
     except BaseException:
@@ -342,7 +328,6 @@ async def _answer(request: Request, state: ServerState, body: Body, prompts: lis
 
 
 def _check_number(state: ServerState, body: Body, prompts: int) -> None:
-    """Refuse what would be too much even for an empty queue, before any of it is looked at."""
     wanted = prompts * body.choices
     if wanted > state.capacity:
         reason = f"prompts times n are {wanted} answers; this server takes {state.capacity} at a time at most"
@@ -361,7 +346,7 @@ async def _collect(choices: Choices, answers: list[Reply], arrived: Arrived) -> 
 async def _chunks(
     scope: Scope, choices: Choices, answers: list[Reply], style: Format, body: Body, arrived: Arrived
 ) -> AsyncIterator[bytes]:
-    """The events of a stream; what has arrived together is sent together."""
+    """The events of a stream; those that arrived together are sent together."""
     more = {"usage": None} if body.wants_usage else {}
     try:
         while True:
@@ -390,7 +375,7 @@ def _line(data: dict[str, Any]) -> bytes:
 
 
 class _EventStream(StreamingResponse):
-    """A stream whose requests are cancelled if it ends before them, in whatever way."""
+    """A stream that cancels its requests if it ends before them."""
 
     def __init__(self, chunks: AsyncIterator[bytes], choices: Choices) -> None:
         super().__init__(chunks, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -406,14 +391,13 @@ class _EventStream(StreamingResponse):
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Wait for some work, but no longer than the client does."""
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_hang_up(request))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise ClientGone
+        raise ClientDisconnect
     finally:
         for each in (task, gone):
             each.cancel()

@@ -1,7 +1,7 @@
-"""What a request may say: the fields of OpenAI's API that are followed, those left aside, and those refused.
+"""Bodies of requests: the fields of OpenAI's API that are followed, those left aside, and those refused.
 
-Types are strict ("1" is no number). A field that changes nothing about the answer is ignored, one that would change it
-and is not supported is refused, and so is one that nobody knows, which is mostly a misspelt one.
+Types are strict ("1" is no number). A field that does not change the answer is ignored; an unsupported one that would
+change it is refused, and so is an unknown one, which is mostly misspelt.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Several = Annotated[list[Item], Field(fail_fast=True)]
 
 
 class StreamOptions(BaseModel):
-    """What a stream has besides the text."""
+    """Options of a stream."""
 
     model_config = ConfigDict(strict=True)
 
@@ -68,10 +68,9 @@ class Body(BaseModel):
     """The fields that both kinds of requests have; null is the same as nothing.
 
     Attributes:
-        prompt_field: what errors about the prompt name.
-        logprobs_field: the same for how many log-probabilities are asked for.
-        default_new_tokens: how many to add if the request does not say; None for as many as there is room for.
-        fewest_hint: when fewer than `fewest_new_tokens` may be asked for, if ever.
+        prompt_field, logprobs_field: that errors about these name.
+        default_new_tokens: None for as many as there is room for.
+        fewest_hint: of an error: when fewer than `fewest_new_tokens` may be asked for.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -122,7 +121,6 @@ class Body(BaseModel):
 
     @property
     def fewest_new_tokens(self) -> int:
-        """With how few tokens an answer says something."""
         return 1
 
     @property
@@ -136,13 +134,7 @@ class Body(BaseModel):
         return None
 
     def sampling(self, prompt: int, room: int, defaults: Defaults) -> Sampling:
-        """How to answer a prompt.
-
-        Args:
-            prompt: how many tokens it has.
-            room: how many tokens prompt and answer may have together.
-            defaults: the model's own, for what the request does not say.
-        """
+        """Sampling for a prompt of so many tokens, with room for more, and the model's own defaults."""
         own = {name: getattr(self, name) for name in ("temperature", "top_p", "min_p", "repetition_penalty", "seed")}
         own |= {
             "top_k": 0 if self.top_k == -1 else self.top_k,  # other servers take -1 for all of them

@@ -26,10 +26,9 @@ _KINDS = {
 
 
 class ApiError(Exception):
-    """An answer that is an error; its type, in OpenAI's words, follows from the status.
+    """An answer that is an error; its type, in OpenAI's words, follows from the HTTP status.
 
     Attributes:
-        status: of HTTP.
         param: the field at fault.
     """
 
@@ -48,8 +47,11 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        kind = "rate_limit_error" if self.status == 429 else kind
+        kind = "invalid_request_error"
+        if self.status >= 500:
+            kind = "server_error"
+        elif self.status == 429:
+            kind = "rate_limit_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
@@ -82,7 +84,9 @@ def short(value: Any) -> str:
 def explain(errors: Sequence[Any]) -> ApiError:
     """The first of pydantic's complaints about a body, in a sentence that names field and value."""
     error = errors[0]
-    kind, (_, *path), value = error["type"], error["loc"], error.get("input")
+    kind = error["type"]
+    path = error["loc"][1:]
+    value = error.get("input")
     if kind == "json_invalid":
         return invalid(f"the body is not valid JSON: {error['ctx']['error']} (at character {path[0]})")
     if not path:

@@ -1,7 +1,6 @@
-"""The server's process: its port, its signals, and how it ends.
+"""The server's process: its port, its signals, and its end.
 
-It goes on until SIGTERM, which lets running requests finish, or until a rank fails, or SIGINT or a second SIGTERM,
-which end it at once.
+SIGTERM lets running requests finish; SIGINT, a second SIGTERM or a rank that fails end it at once.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        """What the framework refuses: unknown paths, wrong methods, bodies that are too large or no text."""
+        """Errors of the framework: unknown paths, wrong methods, bodies that are too large or no text."""
         path = request.url.path
         status = error.status_code
         words = {404: f"there is no {path} here", 405: f"{path} does not take {request.method}"}
@@ -121,14 +120,7 @@ FEWEST_FILES = 16
 
 @dataclass(frozen=True)
 class Patience:
-    """How long clients may take, in seconds, and how many may be connected.
-
-    Attributes:
-        head: for a request's first line and headers, from its first byte or the connection's beginning on.
-        body: for its body.
-        connections: requests on further ones are answered with 503, by uvicorn.
-        refused: further ones beyond these are not answered at all.
-    """
+    """Limits of clients: seconds for a request's head and body, connections that are answered, and further ones."""
 
     head: float = 20.0
     body: float = 120.0
@@ -137,14 +129,14 @@ class Patience:
 
 
 def patience_for(files: int) -> Patience:
-    """Limits with which connections leave half of the files that this process may still open unused."""
+    """Limits whose connections leave half of the files that this process may still open unused."""
     if files < FEWEST_FILES:
         raise ValueError(f"only {files} more files may be open in this process; raise the limit (ulimit -n)")
     return Patience(connections=min(MOST_CONNECTIONS, files // 2), refused=max(1, min(MOST_ACCEPTED, files // 32)))
 
 
 def files_left() -> int:
-    """How many more files and connections this process may open."""
+    """Count the files and connections that this process may still open."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most != resource.RLIM_INFINITY:
         return most - len(list(Path("/dev/fd").iterdir()))
@@ -152,7 +144,7 @@ def files_left() -> int:
 
 
 class Connection(H11Protocol):
-    """One client's connection, on which requests have to arrive in time, which uvicorn waits for without end."""
+    """One client's connection, with a time limit for requests, which uvicorn has not."""
 
     def __init__(self, *arguments: Any, patience: Patience, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -189,7 +181,7 @@ class Connection(H11Protocol):
             self._expect(self.patience.head)
 
     def _expect(self, seconds: float | None) -> None:
-        """Give up if what the client is sending has not arrived by then; None if it has."""
+        """Give up if the client's data has not arrived by then; None if it has."""
         if self._arrival is not None:
             self._arrival.cancel()
         self._arrival = None if seconds is None else self.loop.call_later(seconds, self._too_late)
@@ -212,13 +204,7 @@ FAILED_SECONDS = 3  # the same after a failure; their answers are errors
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Take a port and listen to it, so that nobody else can have it, however long the model takes to load.
-
-    Clients that come before `run` does are answered by it.
-
-    Args:
-        port: 0 takes any that is free.
-    """
+    """Take a port (0: any) and listen to it; clients that come before `run` are answered when the model is loaded."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
@@ -247,8 +233,6 @@ def url_of(bound: socket.socket) -> str:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, with surgeon's ways of ending."""
-
     def __init__(self, config: uvicorn.Config, state: ServerState, started: Callable[[], None]) -> None:
         super().__init__(config)
         self.state = state
@@ -282,7 +266,7 @@ class _Server(uvicorn.Server):
         self._drained.set()
 
     def _wait_at_most(self, seconds: int) -> None:
-        """When the server shuts down, for answers that are being written."""
+        """Limit the wait for answers that are being written at the end."""
         self.config.timeout_graceful_shutdown = seconds
         if not seconds:
             logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL + 1)  # what is cut off is meant to be
@@ -297,12 +281,7 @@ class _Server(uvicorn.Server):
 
 
 def run(state: ServerState, bound: socket.socket, started: Callable[[], None]) -> None:
-    """Answer requests until the process is told to end.
-
-    Args:
-        bound: from `bind`.
-        started: called when the first request can be answered.
-    """
+    """Answer requests at a bound port until the process is told to end."""
     patience = patience_for(files_left())
     config = uvicorn.Config(
         make_app(state),

@@ -1,8 +1,4 @@
-"""What all requests share, what /metrics shows of it, in Prometheus' text format, and what comes before each of them.
-
-That is counting requests, browsers' questions, the key, and refusals while the server ends. Browsers ask which web
-pages may use the server before a page of another origin does (CORS); that needs no key.
-"""
+"""State that all requests share, /metrics, and the middleware: counting, CORS, the key, and refusals at the end."""
 
 from __future__ import annotations
 
@@ -16,6 +12,7 @@ from urllib.parse import urlsplit
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -67,7 +64,7 @@ class _ServiceCollector(Collector):
 
 
 class Meters:
-    """Counts of this server's own, and those of its service."""
+    """Counts of this server, and those of its service."""
 
     def __init__(self, service: Service) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double the number of lines
@@ -90,17 +87,16 @@ class Meters:
         self._requests.labels(path, str(status)).inc()
 
     def began(self, queue_seconds: float, seconds: float) -> None:
-        """Note that a request to the ranks has brought its first token."""
+        """Note the first token of a request to the ranks."""
         self._queue.observe(queue_seconds)
         self._first.observe(seconds)
 
     def ended(self, seconds: float, tokens: int) -> None:
-        """Note that a request to the ranks has ended, so long after its first token."""
+        """Note the end of a request to the ranks, so long after its first token."""
         if tokens > 1:
             self._each.observe(seconds / (tokens - 1))
 
     def text(self) -> bytes:
-        """All of it, as Prometheus reads it."""
         return generate_latest(self.registry)
 
 
@@ -110,11 +106,11 @@ class ServerState:
 
     Attributes:
         model: the name it is served under.
-        capacity: how many requests the service takes at a time, those that wait among them.
-        defaults: how the model wants its tokens chosen, for requests that do not say.
-        key: what clients have to send; None if anybody may use the model.
+        capacity: requests that the service takes at a time, waiting ones among them.
+        defaults: of sampling, for fields that requests leave out.
+        key: None if anybody may use the model.
         origins: of web pages that may use the model; "*" for any.
-        draining: whether no more requests are taken, because the process is ending.
+        draining: whether no more requests are taken.
         created: seconds since 1970.
     """
 
@@ -153,7 +149,7 @@ _OUTCOME = "surgeon.outcome"
 
 
 def note_outcome(scope: Scope, status: int) -> None:
-    """Have a request counted with another status than the one it was answered with."""
+    """Count a request with another status than that of its answer."""
     scope[_OUTCOME] = status
 
 
@@ -194,10 +190,11 @@ def guarded(app: ASGIApp, state: ServerState) -> ASGIApp:
 def _refusal(scope: Scope, state: ServerState) -> ApiError | None:
     if not scope["path"].startswith(GUARDED):
         return None
-    kind, _, sent = _header(scope, b"authorization").partition(b" ")
+    headers = Headers(scope=scope)
+    kind, _, sent = headers.get("authorization", "").partition(" ")
     # The comparison takes as long for a wrong first character as for a wrong last one.
     if state.key is not None and not (
-        hmac.compare_digest(sent.strip(), state.key.encode()) and kind.lower() == b"bearer"
+        hmac.compare_digest(sent.strip().encode("latin-1"), state.key.encode()) and kind.lower() == "bearer"
     ):
         return ApiError(
             401,
@@ -205,8 +202,8 @@ def _refusal(scope: Scope, state: ServerState) -> ApiError | None:
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
-    length = _header(scope, b"content-length")
-    if length.isdigit() and int(length) > MOST_BYTES:
+    length = headers.get("content-length", "")
+    if length.isdecimal() and int(length) > MOST_BYTES:
         return too_large()
     if state.service.failure is not None:
         return failed(state.service.failure)
@@ -220,13 +217,8 @@ def too_large() -> ApiError:
     return ApiError(413, f"the body is larger than {MOST_BYTES >> 20} MB")
 
 
-def _header(scope: Scope, name: bytes) -> bytes:
-    found: bytes = next((value for key, value in scope["headers"] if key == name), b"")
-    return found
-
-
 def check_origin(origin: str) -> str:
-    """An origin as browsers send it, or "*" for any; what they never send would let nobody in."""
+    """Read an origin as browsers send it, or "*" for any."""
     if origin == ANY:
         return origin
     try:
@@ -245,10 +237,7 @@ def check_origin(origin: str) -> str:
 
 
 def with_browsers(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """An application that pages of these origins may use, its errors among what they may read.
-
-    What a browser asks beforehand (the preflight) is answered here, without a key, which it does not send then.
-    """
+    """An application that pages of these origins may use; it answers preflights itself, which have no key."""
     if not origins:
         return app
     return CORSMiddleware(

@@ -20,12 +20,7 @@ ANCHOR = "a"  # tokens are decoded behind this one, because tokenizers write a t
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text to go on from.
-
-    Attributes:
-        text: as it was given; None if it was given as token ids or messages.
-        offsets: where in the text each token begins, if that was asked for.
-    """
+    """A text to go on from, None if it was given as token ids or messages, with offsets where they were asked for."""
 
     tokens: list[int]
     text: str | None = None
@@ -52,14 +47,7 @@ class Texts:
         self._pieces: dict[int, str] = {}
 
     def prompt(self, given: str | list[int], most: int) -> Prompt:
-        """The prompt of a completion, as text or as token ids.
-
-        Args:
-            most: how many tokens it may have; a text far longer than these is not looked at any further.
-
-        Raises:
-            ApiError: if it has no tokens, certainly too many, or is not text.
-        """
+        """The prompt of a completion; of a text far longer than `most` tokens no more is looked at."""
         if isinstance(given, str):
             tokens = self._encode(given, "prompt", most)
             text = given
@@ -78,10 +66,9 @@ class Texts:
         return self._encoder(text, special)
 
     def located(self, prompt: Prompt) -> Prompt:
-        """The same with its offsets in the given text, or else in that of the tokens.
+        """The prompt with its offsets in the given text, or else in that of the tokens.
 
-        Where a tokenizer does not write the given text again (it has special tokens in it, or is normalised), only the
-        tokenizer itself can tell.
+        Where the tokenizer does not write the given text again (special tokens, normalisation), its own offsets count.
         """
         tokens = prompt.tokens
         text = prompt.text
@@ -101,12 +88,7 @@ class Texts:
         return replace(prompt, offsets=offsets)
 
     def chat(self, messages: list[dict[str, Any]], most: int, variables: dict[str, Any] | None = None) -> Prompt:
-        """The messages in the model's own chat template, up to where its answer begins.
-
-        Args:
-            most: how many tokens they may have.
-            variables: what the template knows besides (chat_template_kwargs), such as enable_thinking.
-        """
+        """The messages in the model's chat template, up to where its answer begins; variables are the template's."""
         if not self.tokenizer.chat_template:
             raise invalid("this model has no chat template (it is no chat model); use /v1/completions", "messages")
         if not messages:

@@ -1,6 +1,6 @@
-"""The contracts of operations, families, forms and spaces, for pytest: subclass one, give fixtures, inherit its tests.
+"""Contracts of operations, families, forms and spaces, for pytest: subclass one, give fixtures, inherit its tests.
 
-They hold for what others add to surgeon as well as for its own; docs/extending.md shows each from beginning to end.
+They hold for extensions as for surgeon's own; docs/extending.md shows each from beginning to end.
 """
 
 try:

@@ -1,4 +1,4 @@
-"""What every form of checkpoint keeps."""
+"""The contract of forms of checkpoints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from surgeon.checkpoint.config import open_stored
@@ -20,6 +19,7 @@ from surgeon.exports.in_memory import edit
 from surgeon.language.program import Program
 from surgeon.models.edit import restore
 from surgeon.opened import open_model
+from surgeon.testing.sublayers import logits_of
 
 LAYERS = 6
 Exported = dict[str, Path]  # folders by program
@@ -103,11 +103,11 @@ class FormContract:
         """Loaded by surgeon, and by the class that others load it with."""
         ids = torch.randint(3, 90, (2, 11), generator=torch.Generator().manual_seed(0))
         for program, folder in exported.items():
-            expected = _logits(edit(form_model, program), ids)
+            expected = logits_of(edit(form_model, program), ids)
             restore(form_model)
             others, config = form.written_class(open_stored(folder))
             for model in (load(folder), others.from_pretrained(folder, config=config, dtype=torch.float32).eval()):
-                assert (_logits(model, ids) - expected).abs().max() < 1e-5 * expected.abs().max()
+                assert (logits_of(model, ids) - expected).abs().max() < 1e-5 * expected.abs().max()
 
     def test_a_folder_says_what_it_is(self, form: Form, exported: Exported, source: Path) -> None:
         for program, folder in exported.items():
@@ -125,7 +125,7 @@ class FormContract:
         assert not form.is_marked(Checkpoint(source).config), "the original is in no edited form"
 
     def test_its_layers_are_the_originals(self, form: Form, exported: Exported) -> None:
-        """Every stored layer is known to come from layers of the original, as `surgeon show A B` needs it."""
+        """Every stored layer comes from known layers of the original, as `surgeon show A B` needs it."""
         for folder in exported.values():
             found = describe(folder)
             sources = form.sources(found.program, found.stored.family, found.num_layers)
@@ -140,9 +140,3 @@ class FormContract:
         for program, reason in refused.items():
             with pytest.raises(ValueError, match=f"this program cannot be written in the {form} form.*{reason}"):
                 plan_export(original, Program.parse(program), form.name)
-
-
-def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    with torch.no_grad():
-        logits: Tensor = model(input_ids=ids).logits
-    return logits

@@ -1,10 +1,10 @@
-"""What every operation keeps."""
+"""The contract of operations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from itertools import product
+from itertools import combinations, product
 from typing import Any, ClassVar
 
 import pytest
@@ -71,7 +71,7 @@ class OperationContract:
     def test_it_says_what_it_makes_of_a_program(
         self, operation: Operation, given: dict[str, Any], steps_per_layer: int
     ) -> None:
-        """Which can be read again, is the same every time, and differs in the stretch alone; or why there is none."""
+        """Its program can be read again, is the same every time, and differs in the stretch alone."""
         dense = Program.dense(LAYERS, steps_per_layer)
         made = {layers: _made(partial(operation.apply, dense, layers, self.shapes, **given)) for layers in STRETCHES}
         applied = {layers: program for layers, program in made.items() if program is not None}
@@ -117,7 +117,6 @@ class OperationContract:
 
     @pytest.mark.parametrize("steps_per_layer", STEPS_PER_LAYER)
     def test_its_maps_have_a_program_for_every_stretch(self, operation: Operation, steps_per_layer: int) -> None:
-        """Or, where layers are one step, an error in a line."""
         dense = Program.dense(LAYERS, steps_per_layer)
         for name, heatmap in operation.heatmaps.items():
             assert heatmap.title, f"{name} needs a title"
@@ -128,7 +127,8 @@ class OperationContract:
             columns: list[dict[str, Any]] = [
                 {heatmap.varied or "": value} for value in heatmap.columns(0, self.shapes)
             ] or [{}]
-            for layers, column in product(_every_stretch(LAYERS), columns):
+            for (first, end), column in product(combinations(range(LAYERS + 1), 2), columns):
+                layers = range(first, end)
                 more = seeded | column
                 program = _made(partial(heatmap, dense, layers, self.shapes, **more))
                 assert program is not None or steps_per_layer == 1, f"{name} has to apply to layers of two steps"
@@ -143,7 +143,6 @@ class OperationContract:
 
     @pytest.mark.parametrize("steps_per_layer", STEPS_PER_LAYER)
     def test_its_variants_have_a_program(self, operation: Operation, steps_per_layer: int) -> None:
-        """Or an error that names the variant and the layers."""
         dense = Program.dense(LAYERS, steps_per_layer)
         layers = range(2, 6)
         for shown, declared in operation.variants.items():
@@ -195,7 +194,7 @@ def _recipe(applied: str) -> str:
 
 
 def _made(make: Callable[[], Program], start: str = "") -> Program | None:
-    """The program, or None if it is refused; a refusal is one line, which may have to start in a certain way."""
+    """The program, or None if it is refused, in one line with a certain start."""
     try:
         return make()
     except ValueError as error:
@@ -203,7 +202,3 @@ def _made(make: Callable[[], Program], start: str = "") -> Program | None:
     assert refusal.startswith(start)
     assert len(refusal.splitlines()) == 1
     return None
-
-
-def _every_stretch(num_layers: int) -> Iterator[range]:
-    return (range(first, end) for first in range(num_layers) for end in range(first + 1, num_layers + 1))

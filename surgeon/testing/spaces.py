@@ -1,4 +1,4 @@
-"""What every space of a search keeps."""
+"""The contract of spaces of a search."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class SpaceContract:
             check_choice(alone, choice)
 
     def test_it_lessens_what_it_serves(self, space: Space) -> None:
-        """By its name alone, where layers have two steps; of times, which are of a hardware, that is not known."""
+        """By its name alone, where layers have two steps; times are of a hardware, and left out."""
         # Each of two ranks has several KV heads, of which it may have fewer.
         family = _MIXTURE if space.of_mixtures else _FAMILIES[0]
         alone = Mixture((type(space)(),), small_model(family, num_attention_heads=8, num_key_value_heads=4))
@@ -156,7 +156,7 @@ class SpaceContract:
             check_choice(alone, stretch)
 
     def test_what_it_refuses_takes_a_line(self, space: Space, model: Model, alone: Mixture) -> None:
-        """Edits that the model cannot have are no edits of the mixture; why not is said in one line."""
+        """Edits that the model cannot have are no edits of the mixture; the reason takes one line."""
         for edit in set(space.edits(model)) - set(alone.edits):
             assert len(_refusal(alone, edit).splitlines()) <= 1
         if not alone.edits:
@@ -165,11 +165,7 @@ class SpaceContract:
 
 
 def check_choice(mixture: Mixture, choice: Sequence[Edit], written: bool = True) -> None:
-    """That a choice gives a program, the same in any order, and as text; and, if asked for, as a recipe.
-
-    Raises:
-        AssertionError: if it does not, naming the choice.
-    """
+    """Check that a choice gives a program, the same in any order, and as text; and, if asked for, as a recipe."""
     shown = ", ".join(map(str, choice))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -184,14 +180,14 @@ def check_choice(mixture: Mixture, choice: Sequence[Edit], written: bool = True)
 
 
 def through_a_recipe(mixture: Mixture, choice: Sequence[Edit]) -> Program:
-    """The program of the recipe that a choice is written as."""
+    """The program of a choice's recipe."""
     recipe = parse_recipe(Recipe("small", mixture.operations(choice)).to_yaml())
     model = mixture.model
     return recipe.program(model.num_layers, model.family.steps_per_layer, model.shapes.layer_shapes)
 
 
 def drawn_choices(mixture: Mixture, count: int, among: Sequence[Edit] = ()) -> Iterator[Choice]:
-    """Choices to which nothing can be added, or a part of them; each with one edit of `among`, if there are any."""
+    """Draw choices to which nothing can be added, or a part of them; each with one edit of `among`, if any."""
     draw = random.Random(0)
     for _ in range(count if mixture.edits else 0):
         found = [draw.choice(among)] if among else []
@@ -203,7 +199,6 @@ def drawn_choices(mixture: Mixture, count: int, among: Sequence[Edit] = ()) -> I
 
 
 def _refusal(mixture: Mixture, edit: Edit) -> str:
-    """Why the model cannot have an edit; nothing if it can, and nothing changes or ranks cannot share it."""
     try:
         mixture.program([edit])
     except ValueError as error:

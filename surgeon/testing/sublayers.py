@@ -1,7 +1,7 @@
-"""Edits as equations over a model's own sublayers: what an edited model has to compute.
+"""Edits as equations over a model's own sublayers, without programs and the executor.
 
-A model's attentions and feed-forwards are taken from its modules as its family describes them, called with what the
-stock model calls them with. Neither programs nor the executor have a part in it.
+Attentions and feed-forwards are taken from the modules that the family describes, and called with the stock model's
+arguments.
 """
 
 from __future__ import annotations
@@ -30,18 +30,32 @@ LAYERS = 4  # of the models under contract
 _STREAM = object()  # stands in an attention's arguments for the normed stream
 
 
+def logits_of(model: PreTrainedModel, ids: Tensor, **arguments: Any) -> Tensor:
+    """Logits without gradients."""
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=ids, **arguments).logits
+    return logits
+
+
+def _replaced(call: tuple[Any, Any], old: object, new: object) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments and keywords of a call, with one value in place of another."""
+    args, kwargs = call
+    found = {name: new if value is old else value for name, value in [*enumerate(args), *kwargs.items()]}
+    return [found.pop(place) for place in range(len(args))], found
+
+
 class Sublayers:
     """A `transformers` model over unpadded tokens, taken apart into its modules; streams are (batch, tokens, hidden).
 
-    What another computation of a model's sublayers has, too, for these tests: one_step, embed, attention, feed_forward,
-    logits, averaged, narrowed, experts.
+    Another computation of a model's sublayers has for these tests: one_step, embed, attention, feed_forward, logits,
+    averaged, narrowed, experts.
 
     Args:
         model: which runs no edited program; it is copied.
         ids: the tokens.
 
     Raises:
-        AssertionError: if an attention does not read what the norm of its description gives.
+        AssertionError: if an attention does not read the output of its norm.
     """
 
     def __init__(self, model: PreTrainedModel, ids: Tensor) -> None:
@@ -62,13 +76,10 @@ class Sublayers:
         assert isinstance(layers, nn.ModuleList)
         return layers
 
-    @torch.no_grad()
     def _run(self) -> Tensor:
-        logits: Tensor = self.model(input_ids=self.ids, use_cache=False).logits
-        return logits
+        return logits_of(self.model, self.ids, use_cache=False)
 
     def _call_of_attention(self, k: int) -> tuple[list[Any], dict[str, Any]]:
-        """What the model hands an attention, with a placeholder for the stream."""
         spec = self.family.spec("A", k)
         normed = []
         calls = []
@@ -86,9 +97,8 @@ class Sublayers:
         self._run()
         for hook in hooks:
             hook.remove()
-        ((args, kwargs),) = calls
-        positional = [_STREAM if value is normed[-1] else value for value in args]
-        named = {name: _STREAM if value is normed[-1] else value for name, value in kwargs.items()}
+        (call,) = calls
+        positional, named = _replaced(call, normed[-1], _STREAM)
         given = [value for value in (*positional, *named.values()) if value is _STREAM]
         assert len(given) == 1, f"{spec.module} of layer {k} does not read what {' '.join(before) or 'the layer'} gives"
         return positional, named
@@ -106,12 +116,12 @@ class Sublayers:
     @torch.no_grad()
     def attention(self, k: int, x: Tensor) -> Tensor:
         spec = self.family.spec("A", k)
-        args, kwargs = self.calls[k]
         normed = self._through(k, spec.stages[: spec.stages.index(spec.module)], x)
-        positional = [normed if value is _STREAM else value for value in args]
-        named = {name: normed if value is _STREAM else value for name, value in kwargs.items()}
+        positional, named = _replaced(self.calls[k], _STREAM, normed)
         output = self.layers[k].get_submodule(spec.module)(*positional, **named)
-        return self._scaled(self._through(k, spec.modules[1:], output[0] if isinstance(output, tuple) else output))
+        if isinstance(output, tuple):
+            output = output[0]
+        return self._scaled(self._through(k, spec.modules[1:], output))
 
     @torch.no_grad()
     def feed_forward(self, k: int, x: Tensor) -> Tensor:
@@ -119,7 +129,6 @@ class Sublayers:
         return self._scaled(self._through(k, spec.stages, x))
 
     def _scaled(self, output: Tensor) -> Tensor:
-        """What is added of an output."""
         scale = self.family.scales.output(self.model.config)
         if scale is None:
             return output
@@ -208,7 +217,6 @@ class Sublayers:
 
 
 def _stream_in(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The stream that a layer is called with."""
     stream: Tensor = args[0] if args else kwargs["hidden_states"]
     return stream
 
@@ -253,10 +261,11 @@ def ladder_from_one(s: Sublayers, x: Tensor) -> Tensor:
     else:
         steps = [partial(half, k) for k in range(LAYERS) for half in (s.attention, s.feed_forward)]
     late = len(steps) // LAYERS
-    previous = x
+    streams = [x]
     for index, step in enumerate(steps):
-        previous, x = x, x + step(previous if index >= late else x)
-    return x
+        read = streams[-1 - (index >= late)]
+        streams.append(streams[-1] + step(read))
+    return streams[-1]
 
 
 def _both(s: Sublayers, k: int, x: Tensor) -> Tensor:

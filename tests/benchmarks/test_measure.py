@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from scripts.bench.expected import expected_decode
-from surgeon.benchmarks.measure import Measurement, RankBench, Result, summarise
-from surgeon.benchmarks.passes import PassTiming, RankRun
-from surgeon.benchmarks.plans import Needs, plan_candidates
+from surgeon.benchmarks.measure import Measurement, Needs, RankBench, Result, plan_candidates, summarise
+from surgeon.benchmarks.timing import PassTiming, RankRun
 from surgeon.cost.candidates import open_candidates
 from surgeon.cost.workload import Workload
 from surgeon.language.operations import tracks

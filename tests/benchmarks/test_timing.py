@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from surgeon.benchmarks.timing import Profiled, TimedEngine, trace_files, write_profile
+from surgeon.benchmarks.timing import TimedEngine, trace_files, write_profile
 from surgeon.cost.workload import Workload
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.comm.collectives import Alone
@@ -30,11 +30,11 @@ def test_a_profile_has_programs_and_their_steps(tmp_path: Path) -> None:
     )
     rank.notify = lambda _: None
     load = Workload(1, 4, 3)
-    runs = []
+    loads = {}
     for name, program in (("dense", "A0 F0 A1 F1"), ("ladder", "A0 F0 >A1 >F1")):
         rank.engines[name] = TimedEngine(make_plan(tmp_path / "tiny", 1, 32, program), rank, Alone())
-        runs.append(Profiled(name, load.requests(256), 2, Limits(1, 32, pass_tokens=4)))
-    write_profile(rank, runs, str(tmp_path / "trace.json"))
+        loads[name] = (load.requests(256), 2, Limits(1, 32, pass_tokens=4))
+    write_profile(rank, loads, str(tmp_path / "trace.json"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny", "trace.rank0.json"]
     events = json.loads((tmp_path / "trace.rank0.json").read_text())["traceEvents"]
     spans = {name: [one for one in events if one.get("name") == name] for name in ("dense", "ladder", ">A1", "A0")}

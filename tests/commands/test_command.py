@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypedDict, Unpack
 
 import pytest
 import typer
@@ -27,6 +27,10 @@ def _show(call: Callable[[], str], twice: Annotated[bool, option("Say it twice."
     return 3
 
 
+class Weather(TypedDict, total=False):
+    wind: Annotated[int, option("How strong.", least=0, default=3)]
+
+
 @command(_show)
 def paint(
     wall: Annotated[str | Path, option("The wall.", kind=str)],
@@ -38,6 +42,7 @@ def paint(
     how: Annotated[Literal["fast", "slow"], option("How.")] = "fast",
     colour: Annotated[str | int, option("The colour.", made_by=_colour)] = 5,
     on_end: Callable[[], None] | None = None,
+    **weather: Unpack[Weather],
 ) -> str:
     """Paint a wall.
 
@@ -46,7 +51,7 @@ def paint(
     Raises:
         ValueError: if there is none.
     """
-    SEEN[:] = [wall, coats, tools, sizes, dry, how, colour, on_end]
+    SEEN[:] = [wall, coats, tools, sizes, dry, how, colour, on_end, weather.get("wind")]
     return f"painted {wall}"
 
 
@@ -57,10 +62,10 @@ APP.command()(line_of(paint))
 @pytest.mark.parametrize(
     ("arguments", "seen"),
     [
-        (["north"], ["north", None, ("brush",), (1, 2), True, "fast", "5 cold", None]),
+        (["north"], ["north", None, ("brush",), (1, 2), True, "fast", "5 cold", None, 3]),
         (
             ["--coats", "3", "--tool", "a,b", "--tool", "c", "--no-dry", "--warm", "--sizes", "8,1,8", "south"],
-            ["south", 3, ["a", "b", "c"], [8, 1], False, "fast", "5 warm", None],
+            ["south", 3, ["a", "b", "c"], [8, 1], False, "fast", "5 warm", None, 3],
         ),
     ],
 )
@@ -85,9 +90,11 @@ def test_wrong_values(sizes: str) -> None:
 
 def test_it_stays_a_function() -> None:
     assert paint("east", coats=2, tools="roller", colour="red", dry=False) == "painted east"
-    assert SEEN == ["east", 2, "roller", (1, 2), False, "fast", "red", None]
+    assert SEEN == ["east", 2, "roller", (1, 2), False, "fast", "red", None, None]
     with pytest.raises(ValueError, match="coats must be at least 1, not 0"):
         paint("east", coats=0)
+    with pytest.raises(ValueError, match="wind must be at least 0, not -1"):
+        paint("east", wind=-1)
     with pytest.raises(TypeError, match="unexpected keyword argument 'coat'"):
         paint("east", coat=1)  # type: ignore[call-arg]
 
@@ -98,5 +105,7 @@ def test_the_docstring_has_the_help() -> None:
         "Paint a wall.\n\nWell.\n\nArgs:\n    wall: The wall.\n    coats: How many, as `tools` "
     )
     assert "as `tools` allow." in paint.__doc__
-    assert paint.__doc__.endswith("\n    colour: The colour.\n\nRaises:\n    ValueError: if there is none.")
+    assert paint.__doc__.endswith(
+        "\n    colour: The colour.\n    wind: How strong.\n\nRaises:\n    ValueError: if there is none."
+    )
     assert "Raises" not in CliRunner().invoke(APP, ["--help"]).output

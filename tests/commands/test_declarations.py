@@ -6,8 +6,17 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
+
 from surgeon.commands.app import COMMANDS
 from surgeon.commands.command import Declaration, declared
+from surgeon.commands.heal import TrainFlags
+from surgeon.commands.options import DEFAULT_TOKENS, SamplingFlags, ServiceFlags
+from surgeon.quality import data
+from surgeon.runtime.batching.request import Sampling
+from surgeon.runtime.service_options import ServiceOptions
+from surgeon.searches.question import Question
+from surgeon.training.settings import TrainSettings
 
 
 def declarations(function: Callable[..., Any]) -> Iterator[Declaration]:
@@ -57,3 +66,25 @@ def test_an_option_is_declared_in_one_place() -> None:
         for one in declarations(command):
             places.setdefault(one.help, set()).add(id(one))
     assert [text for text, declared_at in places.items() if len(declared_at) > 1] == []
+
+
+@pytest.mark.parametrize(
+    ("command", "kind"),
+    [("generate", ServiceOptions), ("generate", Sampling), ("serve", ServiceOptions), ("search", Question)],
+)
+def test_options_have_the_defaults_of_what_they_are_passed_on_to(command: str, kind: Any) -> None:
+    """Of those that only the command says something else of, the field's own is not looked at."""
+    own = {"generate": ("max_batch", "max_new_tokens"), "serve": (), "search": ("output",)}[command]
+    fields = {name: one.default for name, one in inspect.signature(kind).parameters.items() if name not in own}
+    given = {one.name: one.default for one in declared(commands()[command]) if one.name in fields}
+    expected = {name: fields[name] for name in given} | ({"ranks": 1} if kind is ServiceOptions else {})
+    assert given | ({"repetition_penalty": 1.0} if kind is Sampling else {}) == expected
+
+
+def test_a_group_is_passed_on_whole() -> None:
+    assert set(ServiceFlags.__annotations__) <= set(inspect.signature(ServiceOptions).parameters)
+    assert set(SamplingFlags.__annotations__) <= set(inspect.signature(Sampling).parameters)
+    assert set(TrainFlags.__annotations__) <= set(inspect.signature(TrainSettings).parameters)
+    assert data.DEFAULT_TOKENS == DEFAULT_TOKENS
+    for name in ("generate", "chat", "serve"):
+        assert set(ServiceFlags.__annotations__) <= set(inspect.signature(commands()[name]).parameters)

@@ -130,7 +130,7 @@ def test_candidates_are_healed_before_the_choice(
             raise KeyboardInterrupt
         return heal(recipe, *args, **kwargs)
 
-    monkeypatch.setattr("surgeon.commands.search_result.heal", interrupted)
+    monkeypatch.setattr("surgeon.commands.searching.heal", interrupted)
     assert search(tiny_checkpoint, tiny_text, output, *healing) == 130
     assert not (output / "recipe.yaml").exists()
     assert search(tiny_checkpoint, tiny_text, output, *healing) == 0

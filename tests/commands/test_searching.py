@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import surgeon
-from surgeon.commands import search_worker, searching
+from surgeon.commands import searching
 from surgeon.commands.app import main
 from surgeon.searches.workers import GIVEN
 
@@ -61,7 +61,7 @@ def ended(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> object:
     """What a worker ends with, not in the main thread, whose signals it would take."""
     monkeypatch.setenv(GIVEN, json.dumps([1, given]))
     found: list[object] = []
-    thread = threading.Thread(target=lambda: found.append(search_worker.main()))
+    thread = threading.Thread(target=lambda: found.append(searching.run_worker()))
     thread.start()
     thread.join()
     return found[0]

@@ -12,8 +12,7 @@ import pandas as pd
 import pytest
 from matplotlib.image import imread
 
-from surgeon.benchmarks.measure import Measurement, Result, Split
-from surgeon.benchmarks.tables import bench_record, bench_table
+from surgeon.benchmarks.measure import Measurement, Result, Split, bench_record, bench_table
 from surgeon.cost.workload import Workload
 from surgeon.findings.bench import Benchmark
 from surgeon.models.families import FAMILIES

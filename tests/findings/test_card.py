@@ -320,9 +320,9 @@ def test_a_search_gives_its_numbers_on_text_that_it_did_not_see(
         (
             "text.json",
             on_text("SOURCE", DENSE, tokens="many"),
-            r"is not what surgeon eval --data writes \(ValueError: .*many",
+            r"holds what surgeon eval --data does not write \(ValueError: .*many",
         ),
-        ("text.json", {"perplexity": 3}, r"is not what surgeon eval --data writes \(KeyError: 'model_hash'\)"),
+        ("text.json", {"perplexity": 3}, r"holds what surgeon eval --data does not write \(KeyError: 'model_hash'\)"),
         ("search.json", {"model_hash": "SOURCE", "best": {"program": "A9"}}, "another program"),
         ("scan.json", {"model_hash": HASH}, "holds no results of surgeon eval or search"),
     ],

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from surgeon.commands.on_ranks import draft_program
+from surgeon.commands.opening import draft_program
 from surgeon.language.program import Program
 from surgeon.opened import open_model
 from surgeon.runtime.plan.checks import make_plan

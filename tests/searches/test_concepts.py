@@ -19,7 +19,7 @@ def records() -> set[type]:
     found: set[type] = set()
     for room in (surgeon.searches, surgeon.commands):
         for module in pkgutil.walk_packages(room.__path__, f"{room.__name__}."):
-            if "search" in module.name and not module.name.endswith("search_worker"):
+            if "search" in module.name:
                 own = vars(importlib.import_module(module.name)).values()
                 found |= {one for one in own if isinstance(one, type) and dataclasses.is_dataclass(one)}
     return found

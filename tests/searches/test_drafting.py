@@ -15,7 +15,7 @@ from scipy import stats
 
 import surgeon
 from surgeon.benchmarks.drafting import DecodedTexts, MeasuredDrafts
-from surgeon.commands.on_ranks import draft_program
+from surgeon.commands.opening import draft_program
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.drafts import predict_drafting
 from surgeon.cost.predict import PredictedRanks

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgeon.benchmarks.passes import PassRecorder
-from surgeon.benchmarks.timing import TimedCollectives
+from surgeon.benchmarks.timing import PassRecorder, TimedCollectives
 from surgeon.processes.torchrun import RankLocation, TorchrunEnvironment
 from surgeon.runtime.comm.collectives import Alone, Compressed, Counts, TorchCollectives, Unconnected
 from surgeon.runtime.comm.link import EmulatedLink, Link

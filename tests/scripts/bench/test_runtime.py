@@ -9,7 +9,7 @@ import pytest
 
 from scripts.bench import runtime
 from surgeon.benchmarks.measure import Measurement, Result, Split
-from surgeon.benchmarks.passes import PassTiming, RankRun
+from surgeon.benchmarks.timing import PassTiming, RankRun
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.runtime.comm.collectives import Counts
