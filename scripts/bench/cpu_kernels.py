@@ -15,11 +15,8 @@ the rounds' ratios: how many times faster it is.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -38,6 +35,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from scripts.bench.decoding import SIZES, random_model
 from scripts.bench.engines import Surgeon, ratio
 from scripts.bench.rooflines import Rooflines
+from scripts.commands import changed_environment
 from surgeon.progress import progress
 from surgeon.runtime.kernels.build import SWITCH, built
 from surgeon.runtime.kernels.functions import Kernels, Runs, Weighting, kernels
@@ -47,24 +45,11 @@ CACHE_BYTES = 1 << 30  # keys and values of as many layers as lie in so many are
 Times = tuple[list[float], list[float]]  # with the kernels and without, by round
 
 
-@contextmanager
-def switched_off() -> Iterator[None]:
-    """Processes that start inside do without the kernels."""
-    before = os.environ.get(SWITCH)
-    os.environ[SWITCH] = "off"
-    try:
-        yield
-    finally:
-        os.environ.pop(SWITCH)
-        if before is not None:
-            os.environ[SWITCH] = before
-
-
 def passes(folder: Path, options: argparse.Namespace) -> dict[int, Times]:
     """Seconds of a decode pass, by batch."""
     found: dict[int, Times] = {batch: ([], []) for batch in options.batch}
     own = Surgeon(folder, options.ranks, PROMPT + NEW)
-    with switched_off():
+    with changed_environment(**{SWITCH: "off"}):
         plain = Surgeon(folder, options.ranks, PROMPT + NEW)
     try:
         with progress("passes", options.rounds * len(found), "batches") as advance:

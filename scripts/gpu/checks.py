@@ -16,8 +16,8 @@ from accelerate import dispatch_model
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import surgeon
+from scripts.commands import changed_environment
 from scripts.gpu.decode import Load, continued, continued_by, open_engine
-from scripts.gpu.decode import Setup as DecodeSetup
 from scripts.gpu.judges import (
     judge_bench,
     judge_error,
@@ -156,12 +156,11 @@ def decoded(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
         return
     avoid_cudnn_attention()  # as ranks do
     texts = TEXTS[setup.device]
-    decoding = DecodeSetup(setup.device, None, [texts], 1)
     for name, program in forms().items():
         for way in setup.ways:
-            engine = open_engine(setup.demo, decoding, way, Program.parse(program))
+            engine = open_engine(setup.demo, texts, setup.device, way, Program.parse(program))
+            continued(engine, texts)  # records passes
             tokens, seconds = continued(engine, texts)
-            tokens, seconds = continued(engine, texts)  # by now passes are recorded
             yield f"{name}: {way} passes", {"tokens": tokens, "ms": 1e3 * sorted(seconds)[len(seconds) // 2]}
             del engine
 
@@ -170,7 +169,7 @@ def without_kernels(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
     """One rank and two by PyTorch's operations, in processes that are told to have no kernels of ours."""
     if side == "expected":
         return
-    with _environment(SWITCH, "off"):
+    with changed_environment(**{SWITCH: "off"}):
         with Ranks(RankOptions(1, setup.device, "gloo")) as rank:
             for name, program in programs().items():
                 for way in setup.ways:
@@ -196,8 +195,10 @@ def on_ranks(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
 def _two_ranks(setup: Setup, how: str) -> Iterator[Ranks]:
     """Over NCCL with a GPU each, or over gloo with one between them."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(setup.gpus))))
+    if how == "gloo":
+        shown = shown.split(",")[0]
     with (
-        _environment("CUDA_VISIBLE_DEVICES", shown.split(",")[0] if how == "gloo" else shown),
+        changed_environment(CUDA_VISIBLE_DEVICES=shown),
         Ranks(RankOptions(2, setup.device, how)) as ranks,
     ):
         yield ranks
@@ -208,19 +209,6 @@ def _on(ranks: Ranks, setup: Setup, program: str, count: int, **more: Any) -> li
     texts = TEXTS[setup.device]
     plan = make_plan(setup.demo, count, texts.prompt + texts.new, program, setup.device, **more)
     return continued_by(ranks, plan, texts)
-
-
-@contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    """Processes that are started here have a variable in their environment."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
 
 
 def benched(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:

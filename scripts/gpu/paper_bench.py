@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from scripts.commands import changed_environment
 from scripts.gpu.paper_specs import Measured, Place, Spec, record_of
 from surgeon.benchmarks.measure import RankBench, summarise
 from surgeon.benchmarks.plans import Needs
@@ -180,16 +181,9 @@ def measure(settings: Settings, specs: Sequence[Spec]) -> Iterator[tuple[Spec, M
 @contextmanager
 def _started(device: str, ranks: int, p2p: bool) -> Iterator[Ranks]:
     """Ranks, which read each other's memory or do not."""
-    before = os.environ.get(NO_P2P)
-    try:
-        if not p2p:
-            os.environ[NO_P2P] = "1"
-        with Ranks(RankOptions(ranks, device)) as started:
-            yield started
-    finally:
-        os.environ.pop(NO_P2P, None)
-        if before is not None:
-            os.environ[NO_P2P] = before
+    variables = {} if p2p else {NO_P2P: "1"}
+    with changed_environment(**variables), Ranks(RankOptions(ranks, device)) as started:
+        yield started
 
 
 def _grouped(specs: Iterable[Spec], key: Any) -> list[tuple[tuple[Any, ...], list[Spec]]]:

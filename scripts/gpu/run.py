@@ -8,7 +8,8 @@ of fixed shapes, and recorded as CUDA graphs, with kernels of ours and without; 
 share a GPU over gloo, and have one each over NCCL where there are two. A row of the table is one such comparison, "s"
 the seconds that it took on the GPU. Then a random Llama of 3 billion parameters (of 1 billion where less than 24 GB are
 free) is decoded on one GPU: the share of the memory's measured bandwidth, what was allocated at the peak beside what
-the memory plan says, and the time beside that of transformers (static cache), of the same compiled
+the memory plan says, and the time beside that of passes of any shape, of the same layers in pairs (fused, and side by
+side), of transformers (static cache), of the same compiled
 ("reduce-overhead"), and of vLLM where this Python has it. It needs 7 GB of disk. What is computed runs in processes of
 their own: one that fails, is killed or hangs costs its rows, and the rest goes on. A verdict in words is the end. The
 exit status is 0 if every comparison is right, else 1; speed has no part in it.
@@ -38,7 +39,7 @@ import torch
 from scripts.gpu.checks import MODELS, checks
 from scripts.gpu.judges import Judgement
 from scripts.gpu.sides import Check, Setup, Side
-from scripts.gpu.speeds import speed_rows, speeds
+from scripts.gpu.speeds import SPEEDS, speed_rows
 from scripts.gpu.verdict import SPEED_HEAD, speed_line, verdict
 from surgeon.gpus import describe_gpu
 from surgeon.processes.files import write_text
@@ -202,7 +203,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="scripts/gpu/check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    known = [*checks(Setup("cpu", 0, "")), *speeds()]
+    known = [*checks(Setup("cpu", 0, "")), *SPEEDS]
     parser.add_argument("--small", action="store_true", help="on the CPU, in place of a GPU")
     parser.add_argument("--only", nargs="+", choices=known, default=known, metavar="NAME", help=", ".join(known))
     parser.add_argument("--folder", type=Path, help="where to keep models, results and logs; removed by default")
@@ -228,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(f"{place_of(setup)}; {', '.join(f'{name} {version}' for name, version in versions().items())}")
         processes = Processes(setup, folder, time.monotonic() + LIMIT_SECONDS)
         compared = [name for name in options.only if name in checks(setup)]
-        measured = [name for name in options.only if name in speeds()]
+        measured = [name for name in options.only if name in SPEEDS]
         rights = compare(setup, compared, processes, say) if compared else {}
         found, failed = measure(setup, measured, processes, say) if measured else ({}, [])
         for sentence in verdict(rights, found, failed):
