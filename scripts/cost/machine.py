@@ -24,12 +24,13 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import pandas as pd
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
@@ -37,7 +38,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 from scripts.bench.decoding import random_model
 from scripts.bench.deinfer import export_factors
 from scripts.bench.runtime import Way, parse_way
-from scripts.cost.against import Cell, draw, lines
+from scripts.commands import make_parser
+from scripts.cost.against import WHERE, draw, lines
 from surgeon.benchmarks.measure import RankBench
 from surgeon.benchmarks.timing import load_timed
 from surgeon.checkpoint.load import open_stored
@@ -111,10 +113,11 @@ class Measured:
 def plans(model: Model, factored: Path, ranks: int, tokens: int) -> dict[str, Plan]:
     """One program of each kind, by name."""
     layers = model.shapes.layers
-    dense, every, middle = Program.dense(layers), range(layers), range(layers // 4, 3 * layers // 4)
+    dense = Program.dense(layers)
+    every = range(layers)
     found = {
         "dense": dense,
-        "lp": pair(dense, middle),
+        "lp": pair(dense, range(layers // 4, 3 * layers // 4)),
         "ladder": ladder(dense, every),
         "attention || MLP": fuse_attention_mlp(dense, every),
     }
@@ -145,8 +148,9 @@ def measured(model: Model, factored: Path, ranks: int, options: argparse.Namespa
                     sample_exchanges(started, "shm", one, TYPICAL[options.typical])
                 found.rounds += [one] if number else []
                 for way, load, name in product(links, loads, found.plans):
-                    short, named = load if number else replace(load, new=2), f"{way.name} {name}"
-                    lead = RankBench(started, {named: found.plans[name]}).run(named, short)[0]
+                    named = f"{way.name} {name}"
+                    bench = RankBench(started, {named: found.plans[name]})
+                    lead = bench.run(named, load if number else replace(load, new=2))[0]
                     if number:
                         for kind, decode in (("prefill", False), ("decode", True)):
                             seconds = [each.seconds for each in lead.passes if each.decode == decode]
@@ -155,9 +159,10 @@ def measured(model: Model, factored: Path, ranks: int, options: argparse.Namespa
     return found
 
 
-def cells(model: Model, everything: Sequence[Measured], options: argparse.Namespace) -> Iterator[Cell]:
-    """What was measured beside what is predicted, of the file that is written and of each round's own figures."""
-    typical, alone = TYPICAL[options.typical], everything[0]
+def cells(model: Model, everything: Sequence[Measured], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Measurements beside predictions of the file that is written and of each round's own figures (against.py)."""
+    typical = TYPICAL[options.typical]
+    alone = everything[0]
     hardware = parse_hardware(written(model, everything, options))
     for each in everything:
         own = [
@@ -167,17 +172,19 @@ def cells(model: Model, everything: Sequence[Measured], options: argparse.Namesp
         ]
         links = {way.name: way.link for way in options.links} | {NO_LINK.name: None}
         for link, name, batch in dict.fromkeys(key[:3] for key in each.passes):
-            plan, workload = each.plans[name], Workload(batch, options.prompt, options.new)
+            plan = each.plans[name]
+            workload = Workload(batch, options.prompt, options.new)
             deployment = Deployment(each.ranks, plan.dtype, emulated=links[link], low_rank="gather")
             program = Program.parse(plan.program)
             by = [predict(model.shapes, program, one, workload, deployment) for one in (hardware, *own)]
             for kind in ("prefill", "decode"):
                 rounds = [typical(one) for one in each.passes[link, name, batch, kind]]
                 predicted, *step = (getattr(one, kind).seconds for one in by)
-                odd, even = rounds[::2], rounds[1::2] or rounds
+                repeated = typical(rounds[::2]) / typical(rounds[1::2] or rounds) - 1
                 in_step = median(p / m for p, m in zip(step, rounds, strict=True)) - 1
-                where = model.name, each.ranks, link, name, batch, kind
-                yield Cell(*where, predicted, typical(rounds), in_step, typical(odd) / typical(even) - 1)
+                where = dict(zip(WHERE, (model.name, each.ranks, link, name, batch, kind), strict=True))
+                found = {"predicted": predicted, "measured": typical(rounds), "in_step": in_step, "repeated": repeated}
+                yield where | found | {"off": predicted / typical(rounds) - 1}
 
 
 def written(model: Model, everything: Sequence[Measured], options: argparse.Namespace) -> str:
@@ -194,7 +201,7 @@ def file_of(model: Model, plans: dict[int, Plan], rounds: dict[int, list[Round]]
     return hardware_text(model.name, calibration, rounds)
 
 
-def compared(options: argparse.Namespace, folder: Path) -> Iterator[Cell]:
+def compared(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     """Everything."""
     for name in options.models:
         model = Model(name, MODEL_FOLDER if name == "demo" else random_model(folder / name))
@@ -214,7 +221,7 @@ def parse_link(text: str) -> Way:
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("-o", "--output", type=Path, required=True, help="a folder")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4])
@@ -235,12 +242,12 @@ def main() -> None:
     logging.disable_progress_bar()
     options.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
-        found = list(compared(options, Path(temporary)))
+        found = pd.DataFrame(compared(options, Path(temporary)))
     threads = ", ".join(f"{ranks} ranks: {threads_per_rank(ranks)}" for ranks in options.ranks)
     text = "\n".join(lines(found, f"threads of each rank: {threads}; load average {os.getloadavg()[0]:.1f} at the end"))
     print(text)
     write_text(options.output / "machine.md", text + "\n")
-    record = {"command": sys.argv, "versions": versions(), "cells": [asdict(cell) for cell in found]}
+    record = {"command": sys.argv, "versions": versions(), "cells": found.to_dict("records")}
     write_text(options.output / "machine.json", json.dumps(record, indent=1) + "\n")
     draw(found, options.output / "machine.png")
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from matplotlib.image import imread
 
-from scripts.cost.against import Cell, draw, lines, summary
+from scripts.cost.against import draw, lines, summary
 from scripts.cost.machine import Model, parse_link, plans
 from surgeon.demo import MODEL_FOLDER
 from surgeon.language.program import Program
 
-CELL = Cell("demo", 2, "1ms", "attention || MLP", 8, "decode", 0.011, 0.010, -0.02, 0.03)
-CELLS = [CELL, replace(CELL, predicted=0.008, in_step=0.5), replace(CELL, phase="prefill", predicted=0.0105)]
+CELL = {"model": "demo", "ranks": 2, "link": "1ms", "program": "attention || MLP", "batch": 8, "phase": "decode"}
+CELL |= {"predicted": 0.011, "measured": 0.010, "in_step": -0.02, "repeated": 0.03}
+CELLS = pd.DataFrame(
+    [CELL, CELL | {"predicted": 0.008, "in_step": 0.5}, CELL | {"phase": "prefill", "predicted": 0.0105}]
+)
+CELLS["off"] = CELLS["predicted"] / CELLS["measured"] - 1
 
 
 def test_how_far_predictions_are_off_stands_first() -> None:
