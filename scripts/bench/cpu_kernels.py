@@ -35,12 +35,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from scripts.bench.decoding import SIZES, random_model
 from scripts.bench.engines import Surgeon, ratio
 from scripts.bench.rooflines import Rooflines
-from scripts.commands import changed_environment
+from scripts.commands import changed_environment, make_parser
 from surgeon.progress import progress
 from surgeon.runtime.kernels.build import SWITCH, built
 from surgeon.runtime.kernels.functions import Kernels, Runs, Weighting, kernels
 
-PROMPT, NEW = 64, 24
+PROMPT = 64
+NEW = 24
 CACHE_BYTES = 1 << 30  # keys and values of as many layers as lie in so many are measured
 Times = tuple[list[float], list[float]]  # with the kernels and without, by round
 
@@ -77,9 +78,12 @@ def products(options: argparse.Namespace) -> dict[int, Times]:
 
 def attentions(own: Kernels, options: argparse.Namespace) -> dict[int, Times]:
     """Seconds of the attention of all layers, by texts."""
-    size, keys = SIZES[options.size], options.keys
-    heads, kv_heads = size["num_attention_heads"], size["num_key_value_heads"]
-    dim, layers = size["hidden_size"] // heads, size["num_hidden_layers"]
+    size = SIZES[options.size]
+    keys = options.keys
+    heads = size["num_attention_heads"]
+    kv_heads = size["num_key_value_heads"]
+    dim = size["hidden_size"] // heads
+    layers = size["num_hidden_layers"]
     found: dict[int, Times] = {}
     for texts in options.batch:
         measured = max(1, min(layers, CACHE_BYTES // (2 * kv_heads * texts * keys * dim * 4)))
@@ -110,7 +114,7 @@ def lines(head: tuple[str, str, str], found: dict[int, Times]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--size", choices=list(SIZES), default="75M")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])

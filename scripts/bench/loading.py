@@ -52,7 +52,8 @@ class Watch:
 
     def __init__(self, pids: list[int]) -> None:
         self.peaks = [anonymous(pid) for pid in pids]
-        self._pids, self._ended = pids, threading.Event()
+        self._pids = pids
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
@@ -92,7 +93,8 @@ def main() -> None:
         plan = make_plan(folder, arguments.ranks, 128, dtype=arguments.dtype)
         with Ranks(RankOptions(arguments.ranks)) as ranks:
             before = [anonymous(pid) for pid in ranks.pids]
-            watch, begun = Watch(ranks.pids), time.perf_counter()
+            watch = Watch(ranks.pids)
+            begun = time.perf_counter()
             ranks.call(load, plan)
             seconds = time.perf_counter() - begun
             watch.end()

@@ -83,7 +83,8 @@ class Bench:
     """A model, its windows, and both ways of measuring programs on them."""
 
     def __init__(self, model: PreTrainedModel, ids: Tensor) -> None:
-        self.model, self.ids = model, ids
+        self.model = model
+        self.ids = ids
         self.at_once = max(1, TOKENS_AT_ONCE["cpu"] // ids.shape[1])
         self.dense = Program.dense(model.config.num_hidden_layers, family_of(model.config).steps_per_layer)
         self.head = OutputHead(model)
@@ -128,7 +129,8 @@ class Bench:
     @torch.inference_mode()
     def explicit(self, program: Program) -> Numbers:
         """Perplexity and divergence from full logits."""
-        nll, divergence = [], []
+        nll = []
+        divergence = []
         for chunk in self.ids.split(1):
             surgeon.restore(self.model)
             original = self.model(input_ids=chunk, use_cache=False).logits[0, :-1].log_softmax(-1)
@@ -173,7 +175,8 @@ def screened(model: PreTrainedModel, windows: Windows, rows: list[Row], every: i
     rank = stats.spearmanr(full.cells["perplexity"][good], found.cells["perplexity"][good]).statistic
     used = found.cells["tokens"].mean() / full.cells["tokens"].max()
     record = found.record
-    loop_sublayers, sublayers = record["sublayers_of_a_loop"]["total"], record["sublayers_run"]["total"]
+    loop_sublayers = record["sublayers_of_a_loop"]["total"]
+    sublayers = record["sublayers_run"]["total"]
     note = f"rank correlation {rank:.4f} over {good.sum()} cells, {used:.0%} of the tokens"
     return Row("five, --screen", len(found.cells), *_loops(rows), ours, loop_sublayers, sublayers, note)
 
@@ -188,7 +191,8 @@ def _loops(rows: list[Row]) -> tuple[Seconds]:
 
 
 def _timed(work: Callable[[], Any]) -> tuple[Any, Seconds]:
-    wall, processor = time.perf_counter(), time.process_time()
+    wall = time.perf_counter()
+    processor = time.process_time()
     result = work()
     return result, (time.perf_counter() - wall, time.process_time() - processor)
 

@@ -104,6 +104,8 @@ def worse(before: str, now: str, tolerance: float, anywhere: bool) -> list[Worse
 
 def _changes(before: dict[Cell, float], now: dict[Cell, float], tolerance: float, anywhere: bool) -> Iterable[Worse]:
     for cell in before.keys() & now.keys():
-        way, old, new = direction(cell.column, anywhere), before[cell], now[cell]
+        way = direction(cell.column, anywhere)
+        old = before[cell]
+        new = now[cell]
         if way and old > 0 and new > 0 and (times := old / new if way > 0 else new / old) > 1 + tolerance:
             yield Worse(cell, old, new, times)

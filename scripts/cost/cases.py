@@ -115,7 +115,8 @@ def _read(row: Row) -> Case:
 
 
 def _with_speedup(case: Case, printed: Mapping[Run, float]) -> Case:
-    value, unit = case.printed, case.unit
+    value = case.printed
+    unit = case.unit
     scale = {"ms": 1e-3, "as printed": 1e-6}.get(unit)
     case = replace(case, seconds=value * scale if scale else None)
     if case.baseline is None:

@@ -59,7 +59,8 @@ def blocks(page: str) -> list[Block]:
         behind = fences[place + 1] if place + 1 < len(fences) else None
         output = _outdented(behind[3], len(behind[1])) if behind is not None and behind[2] == "text" else None
         before = _NOT_RUN.search(text[: fence.start()])
-        line, code = text.count("\n", 0, fence.start()) + 2, _outdented(fence[3], len(fence[1]))
+        line = text.count("\n", 0, fence.start()) + 2
+        code = _outdented(fence[3], len(fence[1]))
         found.append(Block(page, line, fence[2], code, output, None if before is None else before[1]))
     unfenced = _FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), text)
     found += [

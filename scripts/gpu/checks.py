@@ -58,7 +58,8 @@ TEXTS = {"cuda": Load(batch=3, prompt=21, new=24), "cpu": Load(batch=3, prompt=2
 
 def programs() -> dict[str, str]:
     """The kinds of programs that are compared everywhere, on the demo model."""
-    dense, middle = Program.dense(16), range(2, 14)
+    dense = Program.dense(16)
+    middle = range(2, 14)
     ranks = "A{0}@q32,k16,v16,o32 F{0}@gate48,up48,down48"
     whole = "A{0} F{0}"
     return {
@@ -213,7 +214,8 @@ def _on(ranks: Ranks, setup: Setup, program: str, count: int, **more: Any) -> li
 
 def benched(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
     """What `surgeon bench` measures on two ranks: speed, and what a pass sends, which is the same everywhere."""
-    device, load = setup.on(side), Workload(1, 32, 8)
+    device = setup.on(side)
+    load = Workload(1, 32, 8)
     needs = Needs(2, load.prompt + load.new, device, {"low_rank": "gather"})
     plans = {name: needs.plan(setup.demo, program) for name, program in programs().items()}
     with Ranks(RankOptions(2, device, "gloo" if device == "cpu" else setup.collectives[0])) as ranks:
@@ -265,7 +267,8 @@ def healed(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
 
 def checks(setup: Setup) -> dict[str, Check]:
     """All of them by their names, the cheapest first."""
-    kinds, more = list(programs()), list(forms())
+    kinds = list(programs())
+    more = list(forms())
     same = judge_error(EXACT)
     both = {f"{name}: {what}": judge for name in more for what, judge in (("logits", same), ("tokens", judge_tokens))}
     ways = {f"{name}: {way} passes": f"{name}: tokens" for name in more for way in setup.ways}
@@ -296,10 +299,13 @@ def checks(setup: Setup) -> dict[str, Check]:
 def _greedy(model: PreTrainedModel, texts: Load) -> dict[str, Any]:
     """The most likely next tokens of each text, and how far the second best was behind each, next to the best."""
     ids = torch.tensor(texts.prompts(model.config.vocab_size), device=model.device)
-    tokens, gaps, cache = [], [], None
+    tokens = []
+    gaps = []
+    cache = None
     for _ in range(texts.new):
         output: Any = model(input_ids=ids, past_key_values=cache, use_cache=True)
-        cache, best = output.past_key_values, output.logits[:, -1].float().topk(2)
+        cache = output.past_key_values
+        best = output.logits[:, -1].float().topk(2)
         ids = best.indices[:, :1]
         tokens.append(ids[:, 0].tolist())
         gaps.append(((best.values[:, 0] - best.values[:, 1]) / best.values[:, 0].abs()).tolist())

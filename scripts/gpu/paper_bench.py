@@ -83,14 +83,16 @@ class Shared:
         Raises:
             ValueError: if so many ranks cannot run it.
         """
-        tokens, settings = max(one.load.length for one in self.specs), self.settings
+        tokens = max(one.load.length for one in self.specs)
+        settings = self.settings
         ways: Ways = {"decoding": settings.decoding, "low_rank": spec.low_rank}
         needs = Needs(spec.ranks, tokens, settings.device, ways)
         return needs.plan(self.stored, spec.program(self.shapes))  # type: ignore[arg-type]
 
     def why_not(self, spec: Spec) -> str | None:
         """Why a spec cannot be measured, if that is known beforehand."""
-        gpus, started = self.settings.place.gpus, self.settings.started
+        gpus = self.settings.place.gpus
+        started = self.settings.started
         if started is not None and spec.ranks != started:
             return f"is for {spec.ranks} ranks, torchrun has started {started}"
         if started is not None and spec.p2p == (os.environ.get(NO_P2P) == "1"):
@@ -101,7 +103,8 @@ class Shared:
             plan = self.plan(spec)
         except ValueError as error:
             return f"cannot run on {spec.ranks} ranks: {first_line(error)}"
-        sizes, chunk = footprint(plan, self.shapes), min(spec.batch * spec.prompt, self.settings.pass_tokens)
+        sizes = footprint(plan, self.shapes)
+        chunk = min(spec.batch * spec.prompt, self.settings.pass_tokens)
         blocks = sizes.blocks(spec.batch, spec.load.length, chunk)
         needed = max(weights + blocks * block for weights, block in zip(sizes.weights, sizes.block, strict=True))
         needed += activation_bytes(self.shapes, plan, spec.batch, chunk)
@@ -139,7 +142,8 @@ class Running:
         if self.model != spec.model or not fits:
             for name in self.plans:
                 self.ranks.call(unload, name)
-            self.model, self.plans = spec.model, {}
+            self.model = spec.model
+            self.plans = {}
         if spec.name not in self.plans:
             plan = shared.plan(spec)
             self.ranks.call(load_timed, plan, spec.name, spec.system != UPPER)

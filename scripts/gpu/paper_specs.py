@@ -19,7 +19,9 @@ from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.models.shapes import ModelShapes
 
-SMALL_LAYERS, SMALL_HEADS, SMALL_WIDTH = 8, 8, 16
+SMALL_LAYERS = 8
+SMALL_HEADS = 8
+SMALL_WIDTH = 16
 SMALL = {"batch": 2, "prompt": 24, "new": 4}
 Measured = Mapping[str, Any]  # what `paper_bench` stores of a spec
 
@@ -112,7 +114,9 @@ class Row:
 
     def value(self, found: Mapping[str, Measured]) -> float:
         """What was measured, in the unit that is printed."""
-        unit, run, speedup = self.case.unit, self.case.run, self.speedup(found)
+        unit = self.case.unit
+        run = self.case.run
+        speedup = self.speedup(found)
         if unit in ("times dense", "percent improvement"):
             assert speedup is not None
             if unit == "times dense":
@@ -126,7 +130,8 @@ class Row:
 
 def timed(measured: Measured, run: Run) -> float:
     """Seconds of what a run's row shows, the median of the rounds."""
-    spec, rounds = measured["spec"], measured["rounds"]
+    spec = measured["spec"]
+    rounds = measured["rounds"]
     if run.measure == "first":
         return median(one["first_token"] for one in rounds)
     if run.measure == "token":

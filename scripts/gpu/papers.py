@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # surgeon need not
 
 import torch
 
+from scripts.commands import make_parser
 from scripts.cost.cases import TRAINING, read_cases
 from scripts.gpu import paper_racks
 from scripts.gpu.paper_bench import Settings, Shared, measure
@@ -181,7 +182,8 @@ def check_folder(folder: Path, settings: Settings) -> None:
         ValueError: if it was not.
     """
     make_folder(folder / "runs")
-    facts, file = machine(settings), folder / "machine.json"
+    facts = machine(settings)
+    file = folder / "machine.json"
     if file.exists() and (before := read_json(file)) and any(before.get(key) != facts[key] for key in facts):
         changed = ", ".join(key for key in facts if before.get(key) != facts[key])
         raise ValueError(f"{folder} has runs of other {changed} (see its machine.json); give another folder with -o")
@@ -189,9 +191,7 @@ def check_folder(folder: Path, settings: Settings) -> None:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="scripts/gpu/papers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, prog="scripts/gpu/papers")
     parser.add_argument("paper", choices=list(PAPERS), help="which")
     parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="to send back")
     parser.add_argument("--small", action="store_true", help="tiny shapes on two CPU ranks")

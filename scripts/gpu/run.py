@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # surgeon need not
 
 import torch
 
+from scripts.commands import make_parser
 from scripts.gpu.checks import MODELS, checks
 from scripts.gpu.judges import Judgement
 from scripts.gpu.sides import Check, Setup, Side
@@ -73,7 +74,8 @@ class Processes:
     """
 
     def __init__(self, setup: Setup, folder: Path, until: float) -> None:
-        self.folder, self.until = folder, until
+        self.folder = folder
+        self.until = until
         self.environment = os.environ | ({"TRITON_INTERPRET": "1"} if setup.device == "cpu" else {})
         (folder / "setup.json").write_text(json.dumps(asdict(setup)))
 
@@ -99,7 +101,8 @@ class Processes:
 
     def _events(self, side: Side, names: Sequence[str]) -> Iterator[dict[str, Any]]:
         """What one process says, until it ends; the last thing is that a check is done, or has failed."""
-        lines, log = self.folder / f"{side}.jsonl", self.folder / f"{side}.log"
+        lines = self.folder / f"{side}.jsonl"
+        log = self.folder / f"{side}.log"
         lines.write_text("")
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if side == "expected" else {}
         command = [sys.executable, str(CHILD), side, str(self.folder / "setup.json"), str(lines), *names]
@@ -108,13 +111,17 @@ class Processes:
                 command, env=self.environment | hidden, stdin=subprocess.DEVNULL, stdout=output, stderr=output
             )
             try:
-                began, over, open_line = time.monotonic(), False, ""
+                began = time.monotonic()
+                over = False
+                open_line = ""
                 while not over:
                     ended = process.poll() is not None  # before reading, so that nothing is missed
                     for line in said:
                         open_line += line
                         if open_line.endswith("\n"):
-                            event, open_line, began = json.loads(open_line), "", time.monotonic()
+                            event = json.loads(open_line)
+                            open_line = ""
+                            began = time.monotonic()
                             yield event
                             over = "failed" in event or event.get("done") == names[-1]
                     if over:
@@ -141,7 +148,8 @@ def _how_it_ended(code: int, log: Path) -> str:
 def judged(check: Check, name: str, expected: Results, found: Results) -> Iterator[tuple[str, Judgement, float]]:
     """The rows of a check, with the seconds that each took where it was to be found."""
     for row, judge in check.rows.items():
-        wanted, own = expected.values.get(check.key(row)), found.values.get(row)
+        wanted = expected.values.get(check.key(row))
+        own = found.values.get(row)
         if own is None:
             yield row, Judgement("", found.failures.get(name, "nothing was found"), False), 0.0
         elif wanted is None:
@@ -156,7 +164,9 @@ def table_line(what: str, expected: str, found: str, seconds: str, verdict: str)
 
 def compare(setup: Setup, names: Sequence[str], processes: Processes, say: Callable[[str], None]) -> dict[str, bool]:
     """Say the table of comparisons row by row; returns which of them are right."""
-    every, expected, found = checks(setup), Results(), Results()
+    every = checks(setup)
+    expected = Results()
+    found = Results()
     needed = {every[name].key(row) for name in names for row in every[name].rows}
     asked = [MODELS, *(name for name in every if needed & every[name].rows.keys())]
     for name in processes.run("expected", asked, expected):
@@ -177,7 +187,8 @@ def measure(
     setup: Setup, names: Sequence[str], processes: Processes, say: Callable[[str], None]
 ) -> tuple[dict[str, Any], list[str]]:
     """Say the table of speeds row by row; returns what was measured, and the rows that could not be."""
-    results, failed = Results(), []
+    results = Results()
+    failed = []
     say(SPEED_HEAD)
     for name in processes.run("speed", names, results):
         found = {row: value for row, (value, _) in results.values.items()}
@@ -200,9 +211,7 @@ def place_of(setup: Setup) -> str:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="scripts/gpu/check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, prog="scripts/gpu/check")
     known = [*checks(Setup("cpu", 0, "")), *SPEEDS]
     parser.add_argument("--small", action="store_true", help="on the CPU, in place of a GPU")
     parser.add_argument("--only", nargs="+", choices=known, default=known, metavar="NAME", help=", ".join(known))
@@ -215,7 +224,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options, lines = parse(arguments), []
+    options = parse(arguments)
+    lines = []
 
     def say(line: str) -> None:
         lines.append(line)

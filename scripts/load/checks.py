@@ -144,7 +144,8 @@ def check_few_blocks(server: Server, cases: Sequence[Case], new_tokens: int) -> 
 
 
 def check_sigterm(server: Server) -> Check:
-    body, others = long_body(server), four_long(server)
+    body = long_body(server)
+    others = four_long(server)
     server.process.send_signal(signal.SIGTERM)
     late = httpx2.post(server.url + COMPLETIONS, json=body).status_code
     full = [

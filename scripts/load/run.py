@@ -58,7 +58,11 @@ async def ask(client: httpx2.AsyncClient, case: Case, options: argparse.Namespac
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    begun, first, last, text, tokens = time.monotonic(), 0.0, 0.0, [], 0
+    begun = time.monotonic()
+    first = 0.0
+    last = 0.0
+    text = []
+    tokens = 0
     async with client.stream("POST", COMPLETIONS, json=body) as response:
         if response.status_code != 200:
             tally.errors.append(f"{response.status_code}: {(await response.aread()).decode()[:200]}")
@@ -84,7 +88,8 @@ async def ask(client: httpx2.AsyncClient, case: Case, options: argparse.Namespac
 
 async def load(url: str, cases: list[Case], options: argparse.Namespace) -> tuple[Tally, float]:
     """All clients at once, who finish what they have begun when the time is up; what they saw, and the seconds."""
-    tally, begun = Tally(), time.monotonic()
+    tally = Tally()
+    begun = time.monotonic()
     limits = httpx2.Limits(max_connections=options.clients)
 
     async def be_a_client(number: int) -> None:

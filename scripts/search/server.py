@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-USER, PASSWORD, DATABASE = "surgeon", "not a secret", "searches"
+USER = "surgeon"
+PASSWORD = "not a secret"
+DATABASE = "searches"
 UNPRIVILEGED = "postgres"  # whom Debian's package makes; PostgreSQL refuses to run as root
 SECONDS = 60.0
 

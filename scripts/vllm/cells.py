@@ -36,18 +36,22 @@ def main() -> None:
 
 def measured(engine: LLM, name: str, batch: int, prompt: int, new: int) -> tuple[float, list[float]]:
     """Seconds to the first token of every text, and of each later pass of all texts."""
-    numbers, vocabulary = random.Random(0), engine.llm_engine.model_config.get_vocab_size()
+    numbers = random.Random(0)
+    vocabulary = engine.llm_engine.model_config.get_vocab_size()
     texts = [[numbers.randrange(vocabulary) for _ in range(prompt)] for _ in range(batch)]
     sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
     began = ended = time.perf_counter()
     for place, text in enumerate(texts):
         engine.llm_engine.add_request(f"{name}{place}", {"prompt_token_ids": text}, sampling)
-    first, passes, begun = 0.0, [], set()
+    first = 0.0
+    passes = []
+    begun = set()
     while engine.llm_engine.has_unfinished_requests():
         outputs = engine.llm_engine.step()
         if not outputs:
             continue
-        before, ended = ended, time.perf_counter()
+        before = ended
+        ended = time.perf_counter()
         if len(begun) == batch and len(outputs) == batch:
             passes.append(ended - before)
         begun |= {output.request_id for output in outputs}
