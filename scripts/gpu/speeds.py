@@ -7,8 +7,6 @@ has to read, the most that was allocated, and what the memory plan says.
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +36,7 @@ from scripts.gpu.decode import (
     synchronise,
 )
 from scripts.gpu.sides import Setup
+from scripts.vllm.engine import CELLS, decode_rates
 from surgeon.gpus import avoid_cudnn_attention
 from surgeon.language.operations import pair
 from surgeon.language.program import Program
@@ -49,7 +48,6 @@ MEMORY = "memory bandwidth"
 LARGE_BYTES = 24 << 30  # of free memory that the larger model, its cache and another library's buffers want
 LOADS = {"cuda": (Load(1, 64, 64), Load(32, 1000, 32)), "cpu": (Load(1, 20, 6), Load(2, 40, 6))}
 ROUNDS = {"cuda": 3, "cpu": 1}
-VLLM = Path(__file__).parents[1] / "vllm" / "decode.py"
 VLLM_SECONDS = 170.0  # less than what a row may take, so that no process of vLLM's stays behind
 
 Rows = Iterator[tuple[str, Any]]
@@ -176,11 +174,10 @@ def by_vllm(setup: Setup) -> Rows:
     if find_spec("vllm") is None:
         raise ModuleNotFoundError("vLLM is not installed")
     for load in LOADS[setup.device]:
-        sizes = map(str, (1, load.prompt, load.new, ROUNDS[setup.device], load.batch))
-        command = [sys.executable, str(VLLM), str(model_of(setup)), *sizes, "--dtype", "bfloat16"]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=VLLM_SECONDS, check=True)
-        rates = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"')))
-        yield row_name("vLLM", load), {"batch": load.batch, "seconds": load.batch / rates[str(load.batch)]}
+        sizes = map(str, (1, load.tokens, load.batch))
+        command = [sys.executable, str(CELLS), str(model_of(setup)), *sizes, "--dtype", "bfloat16"]
+        rates = decode_rates(command, load.prompt, load.new, [load.batch], timeout=VLLM_SECONDS)
+        yield row_name("vLLM", load), {"batch": load.batch, "seconds": load.batch / rates[load.batch]}
 
 
 def row_name(who: str, load: Load) -> str:

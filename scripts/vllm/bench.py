@@ -31,7 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 
 from scripts.bench.decoding import RANKS, add_options, compared, lp_name, parse, random_model, write_tables
 from scripts.commands import make_parser
-from scripts.vllm.engine import PROJECT, Sizes, has_plugin, vllm_python, vllm_rates
+from scripts.markdown import format_table
+from scripts.vllm.engine import PROJECT, has_plugin, vllm_python, vllm_rates
 from surgeon.exports.export import plan_export, write_export
 from surgeon.language.program import Program
 from surgeon.opened import open_model
@@ -75,22 +76,23 @@ def write_rows(source: Path, folder: Path) -> list[Row]:
 
 def measure(rows: Sequence[Row], avx2: bool, options: argparse.Namespace) -> list[list[Rates]]:
     """Rates by round and row."""
-    sizes = Sizes(options.prompt, options.new, 1, tuple(options.batch))
     what = "AVX2, gloo" if avx2 else "this machine"
     found: list[list[Rates]] = []
     with progress(what, options.rounds * len(rows), "engines") as advance:
         for _ in range(options.rounds):
             found.append([])
             for row in rows:
-                reduce = ("torch" if avx2 else "auto") if row.form == PLUGIN else None
-                found[-1].append(vllm_rates(options.vllm_python, row.folder, RANKS, sizes, avx2, reduce))
+                reduce = None
+                if row.form == PLUGIN:
+                    reduce = "torch" if avx2 else "auto"
+                found[-1].append(vllm_rates(options.vllm_python, row.folder, RANKS, options, avx2, reduce))
                 advance(1)
     return found
 
 
 def table(rows: Sequence[Row], rounds: Sequence[Sequence[Rates]], batches: Sequence[int]) -> list[str]:
     """Lines of markdown; ratios are to the first row, and to the dense one of the plugin."""
-    lines = ["| batch | program | form | tokens/s | x dense | x dense in the plugin |", "|--:|:--|:--|--:|--:|--:|"]
+    lines = []
     plugin = next(place for place, row in enumerate(rows) if row.form == PLUGIN)
     for batch in batches:
         for place, row in enumerate(rows):
@@ -100,8 +102,10 @@ def table(rows: Sequence[Row], rounds: Sequence[Sequence[Rates]], batches: Seque
                 for base in (0, plugin)
             ]
             cells = [str(batch), row.program, row.form, f"{median(rates):.1f}", *(f"{ratio:.2f}" for ratio in ratios)]
-            lines.append("| " + " | ".join(cells) + " |")
-    return lines
+            lines.append(cells)
+    return format_table(
+        ["batch", "program", "form", "tokens/s", "x dense", "x dense in the plugin"], lines, left=(1, 2)
+    )
 
 
 def main() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -83,19 +82,20 @@ def test_speed_does_not_decide(
 def test_vllm_runs_by_its_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def ran(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        asked.append(command[2:])
-        return subprocess.CompletedProcess(command, 0, "INFO {}\n" + json.dumps({command[-3]: 50.0}) + "\n")
+    def ran(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        asked.append((command[2:], options["input"]))
+        answers = ["null", "[0.1, [9.0]]", "[0.1, [0.01, 0.02, 0.03]]"]
+        return subprocess.CompletedProcess(command, 0, "INFO {}\n" + "".join(f"CELL {one}\n" for one in answers))
 
     monkeypatch.setattr(speeds, "find_spec", lambda name: ModuleSpec(name, None))
     monkeypatch.setattr(subprocess, "run", ran)
     monkeypatch.setattr(speeds, "model_of", lambda _: tmp_path)
     found = dict(speeds.by_vllm(Setup("cpu", 0, str(tmp_path))))
     assert found == {
-        "vLLM, 1 x 20": {"batch": 1, "seconds": 0.02},
-        "vLLM, 2 x 40": {"batch": 2, "seconds": 0.04},
+        "vLLM, 1 x 20": {"batch": 1, "seconds": pytest.approx(0.02)},
+        "vLLM, 2 x 40": {"batch": 2, "seconds": pytest.approx(0.02)},
     }
-    assert asked[0] == [str(tmp_path), "1", "20", "6", "1", "1", "--dtype", "bfloat16"]
+    assert asked[0] == ([str(tmp_path), "1", "26", "1", "--dtype", "bfloat16"], "1 20 2\n1 20 6\n")
 
 
 @pytest.mark.long
