@@ -138,7 +138,9 @@ def cells(ranks: int, options: argparse.Namespace) -> list[Cell]:
 def new_tokens(prompt: int, batch: int, wanted: int) -> int:
     """So many that all texts go on together for some passes: the first gets one in each that is for others' prompts."""
     later = (prompt * batch - 1) // PASS_TOKENS["cpu"]
-    return max(wanted, 8 + later) if later else wanted
+    if later:
+        return max(wanted, 8 + later)
+    return wanted
 
 
 def measure(folder: Path, ranks: int, rooflines: Rooflines, options: argparse.Namespace) -> list[Row]:
@@ -202,7 +204,9 @@ def spread(numbers: Sequence[float], digits: int) -> str:
 
 def ratio(numbers: Sequence[float], others: Sequence[float]) -> str:
     """The median of the rounds' ratios."""
-    return f"{median(one / other for one, other in zip(numbers, others, strict=True)):.2f}" if numbers else ""
+    if numbers:
+        return f"{median(one / other for one, other in zip(numbers, others, strict=True)):.2f}"
+    return ""
 
 
 def main() -> None:

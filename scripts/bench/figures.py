@@ -276,7 +276,9 @@ def main(given: Sequence[str] | None = None) -> int:
         print(f"{name}: failed")
     if count or failed:
         return 1
-    return MISSED if short else 0
+    if short:
+        return MISSED
+    return 0
 
 
 if __name__ == "__main__":

@@ -71,7 +71,9 @@ class Runs:
     def spread(self) -> str:
         """The shares of divergence of the single seeds."""
         shares = [1 - one["healed_divergence"].mean() / one["edited_divergence"].mean() for one in self.windows]
-        return f" (seeds {min(shares):.0%} to {max(shares):.0%})" if len(shares) > 1 else ""
+        if len(shares) > 1:
+            return f" (seeds {min(shares):.0%} to {max(shares):.0%})"
+        return ""
 
 
 def read_runs(folder: Path) -> Iterator[Runs]:

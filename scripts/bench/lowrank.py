@@ -68,7 +68,9 @@ class Way:
     @property
     def shares(self) -> str:
         """How ranks are shared out."""
-        return f"{self.allocation}, corrected" if self.corrected else self.allocation
+        if self.corrected:
+            return f"{self.allocation}, corrected"
+        return self.allocation
 
 
 WAYS = (

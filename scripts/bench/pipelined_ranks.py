@@ -56,7 +56,9 @@ class Job:
     unit: float = 0.0
 
     def factor(self, rank: int) -> float:
-        return self.factors[rank] if self.factors else 1.0
+        if self.factors:
+            return self.factors[rank]
+        return 1.0
 
 
 class Rank:

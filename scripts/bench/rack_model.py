@@ -96,7 +96,9 @@ class Stretch(nn.Module):
     def forward(self, stream: Tensor) -> Tensor:
         """From tokens, (windows, tokens), or a stream with a last axis of the hidden size, to a stream or logits."""
         stream = self.run(stream)
-        return stream if self.lm_head is None else self.predict(stream)
+        if self.lm_head is None:
+            return stream
+        return self.predict(stream)
 
     def run(self, stream: Tensor) -> Tensor:
         """The layers alone, of the first ones with the embedding."""
@@ -126,7 +128,9 @@ def run_layers(layers: Any, rotary: nn.Module, stream: Tensor) -> Tensor:
 
 def whole_name(name: str) -> str:
     """The name of a stretch's parameter in the whole model."""
-    return name if name.startswith("lm_head") else f"model.{name}"
+    if name.startswith("lm_head"):
+        return name
+    return f"model.{name}"
 
 
 def load_stretch(config: LlamaConfig, layers: range, weights: Path) -> Stretch:

@@ -90,7 +90,9 @@ def direction(heading: str, anywhere: bool) -> int:
     words = set(re.findall(r"[a-z/']+", heading.lower()))  # the s of "oneDNN's" is no unit
     if words & (MORE_ANYWHERE if anywhere else MORE_ANYWHERE | MORE_HERE):
         return 1
-    return -1 if words & (LESS_ANYWHERE if anywhere else LESS_ANYWHERE | LESS_HERE) else 0
+    if words & (LESS_ANYWHERE if anywhere else LESS_ANYWHERE | LESS_HERE):
+        return -1
+    return 0
 
 
 def worse(before: str, now: str, tolerance: float, anywhere: bool) -> list[Worse]:

@@ -217,7 +217,9 @@ def compared(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, An
 
 def parse_link(text: str) -> Way:
     """No link but shared memory, or an emulated one."""
-    return NO_LINK if text == "none" else replace(parse_way(text), name=text)
+    if text == "none":
+        return NO_LINK
+    return replace(parse_way(text), name=text)
 
 
 def parsed() -> argparse.Namespace:

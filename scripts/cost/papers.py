@@ -102,7 +102,9 @@ def _in_unit(case: Case, seconds: float) -> str:
     if case.unit == "tokens/s":
         return f"{case.run.batch * case.run.new / seconds:.0f}"
     scale = {"ms": 1e3, "as printed": 1e6}.get(case.unit)
-    return f"{seconds * scale:.3g}" if scale else ""
+    if scale:
+        return f"{seconds * scale:.3g}"
+    return ""
 
 
 def page(rows: pd.DataFrame, values: Values, crossed: Mapping[str, Values]) -> str:

@@ -50,7 +50,9 @@ def config_of(model: str) -> Any:
 def shapes_of(model: str, layers: int | None = None) -> ModelShapes:
     """Its shapes, with fewer or more layers where that is said."""
     shapes = ModelShapes.of(model, config_of(model))
-    return shapes if layers is None else replace(shapes, layers=layers)
+    if layers is None:
+        return shapes
+    return replace(shapes, layers=layers)
 
 
 @cache

@@ -77,7 +77,9 @@ class RackTraining:
     @property
     def send(self) -> float:
         """Seconds of such a message; nothing is sent where there is one rack."""
-        return self.latency + self.message / self.link if self.racks > 1 else 0.0
+        if self.racks > 1:
+            return self.latency + self.message / self.link
+        return 0.0
 
     def computation(self, layers: int, head: bool) -> float:
         """Seconds in which a rack computes so many layers, and the head or not, forward and back for a microbatch."""

@@ -104,8 +104,12 @@ def calls(words: list[str]) -> Iterator[list[str]]:
 def script(words: list[str]) -> tuple[Path, list[str]] | None:
     """The script of the project that a command runs, with its arguments; None where it runs none."""
     name = words[0].removeprefix("./")
-    return (PROJECT / name, words[1:]) if name.startswith("scripts/") else None
+    if name.startswith("scripts/"):
+        return (PROJECT / name, words[1:])
+    return None
 
 
 def _outdented(code: str, by: int) -> str:
-    return re.sub(rf"^ {{1,{by}}}", "", code, flags=re.MULTILINE) if by else code
+    if by:
+        return re.sub(rf"^ {{1,{by}}}", "", code, flags=re.MULTILINE)
+    return code

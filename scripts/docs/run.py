@@ -131,7 +131,9 @@ def main(arguments: list[str] | None = None) -> int:
             if not run_page(page, folder, options.seconds):
                 failed.append(page)
     print(f"failed: {', '.join(failed)}" if failed else "all blocks ran")
-    return 1 if failed else 0
+    if failed:
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -62,7 +62,9 @@ class Spec:
     @property
     def name(self) -> str:
         """Of the program among those of its model."""
-        return self.system if self.layers is None else f"{self.system} {self.layers}"
+        if self.layers is None:
+            return self.system
+        return f"{self.system} {self.layers}"
 
     @property
     def low_rank(self) -> str:
@@ -181,7 +183,9 @@ class Place:
             end = min(layers, max(2, -(-end * layers // printed)))
             system = f"lp:{min(max(1, pairs * layers // printed), end // 2)}:{end}"
         spec = Spec(model, system, self.ranks(run.ranks), self.small or run.link != "nvlink-off", **sizes)
-        return (spec, self._half(spec, layers // 2)) if run.per_layers else (spec,)
+        if run.per_layers:
+            return (spec, self._half(spec, layers // 2))
+        return (spec,)
 
     @staticmethod
     def _half(spec: Spec, layers: int) -> Spec:

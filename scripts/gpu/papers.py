@@ -250,7 +250,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     write(folder, lines, f"{PAPERS[options.paper]} on {place_of(settings)}; {told}; `{command_line()}`")
     measured = sum(line.here == line.here for line in lines)
     print(f"{measured} of {len(lines)} rows measured; {folder} is what to send back", file=sys.stderr)
-    return 0 if measured else 1
+    if measured:
+        return 0
+    return 1
 
 
 def join(torchrun: TorchrunEnvironment, settings: Settings, rows: Sequence[Row]) -> None:

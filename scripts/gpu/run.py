@@ -246,7 +246,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             say(sentence)
     if options.output is not None:
         write_text(options.output, "\n".join(lines) + "\n")
-    return 0 if all(rights.values()) else 1
+    if all(rights.values()):
+        return 0
+    return 1
 
 
 if __name__ == "__main__":

@@ -47,7 +47,9 @@ class Drawn:
 
     def __call__(self, *shape: int) -> Tensor:
         made = torch.randn(*shape, generator=self.generator).to(self.dtype)
-        return made.float() if self.kernels is None else made.to(self.device)
+        if self.kernels is None:
+            return made.float()
+        return made.to(self.device)
 
     def order(self, count: int) -> Tensor:
         """Numbers below `count`, shuffled."""
@@ -125,7 +127,9 @@ def product(drawn: Drawn) -> Tensor:
     x = drawn(2, 3000)
     weight = drawn(1001, 3000)
     bias = drawn(1001)
-    return F.linear(x, weight, bias) if drawn.kernels is None else drawn.kernels.product(x, weight, bias)
+    if drawn.kernels is None:
+        return F.linear(x, weight, bias)
+    return drawn.kernels.product(x, weight, bias)
 
 
 def highest(drawn: Drawn) -> Tensor:

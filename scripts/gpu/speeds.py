@@ -57,7 +57,9 @@ def config_of(device: str) -> LlamaConfig:
     """The model that there is room for."""
     if device == "cpu":
         return SMALL
-    return LARGE if torch.cuda.mem_get_info()[0] >= LARGE_BYTES else MIDDLE
+    if torch.cuda.mem_get_info()[0] >= LARGE_BYTES:
+        return LARGE
+    return MIDDLE
 
 
 def model_of(setup: Setup, in_pairs: bool = False) -> Path:

@@ -170,7 +170,9 @@ def main() -> int:
         }
         options.output.write_text(json.dumps(record, indent=2) + "\n")
     passed = tally.answers and not tally.wrong and not tally.errors and all(check.passed for check in checks)
-    return 0 if passed else 1
+    if passed:
+        return 0
+    return 1
 
 
 if __name__ == "__main__":

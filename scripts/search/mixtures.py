@@ -110,7 +110,9 @@ def _known(given: argparse.Namespace) -> Known:
 
 
 def _divergence(trial: Trial | None) -> float:
-    return math.inf if trial is None else trial.measured.divergence
+    if trial is None:
+        return math.inf
+    return trial.measured.divergence
 
 
 def _row(level: float, alone: Sequence[float], together: Trial | None, won: float) -> str:

@@ -48,7 +48,9 @@ class Worker:
     @property
     def measured(self) -> list[str]:
         """The programs that it began to measure."""
-        return self.log.read_text().splitlines() if self.log.exists() else []
+        if self.log.exists():
+            return self.log.read_text().splitlines()
+        return []
 
 
 class Checks:

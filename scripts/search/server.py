@@ -92,7 +92,9 @@ class Server:
 
     @property
     def _user(self) -> str | None:
-        return UNPRIVILEGED if os.geteuid() == 0 else None
+        if os.geteuid() == 0:
+            return UNPRIVILEGED
+        return None
 
     def _run(self, command: Sequence[str]) -> None:
         environment = os.environ | {"PGPASSWORD": PASSWORD}

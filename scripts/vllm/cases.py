@@ -67,7 +67,9 @@ def main() -> int:
     print("\n".join(table(verdicts, failed)))
     if failed:
         print(f"\n{len(failed)} of {len(verdicts)} failed")
-    return 1 if failed else 0
+    if failed:
+        return 1
+    return 0
 
 
 def read_options() -> argparse.Namespace:
