@@ -1,8 +1,8 @@
 """Predicted against measured: a table, how far off it is, and one picture.
 
 Both take kinds of passes of programs, with the columns model, ranks, link, program, batch, phase, predicted and
-measured (seconds), `off` (how far the prediction is from what was measured, in parts of that), `in_step` (the same of
-measurements that were made in the same round) and `repeated` (how far half of the rounds are from the other half).
+measured (seconds), `off` (how far the prediction is from what was measured, in parts of that) and `repeated` (how far
+half of the rounds are from the other half).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from scripts.markdown import format_table
 
 AIM = 0.10
 WORST = 0.20
-KINDS = ["off", "in_step", "repeated"]
+KINDS = ["off", "repeated"]
 WHERE = ["model", "ranks", "link", "program", "batch", "phase"]
 COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown")
 MARKERS = {"prefill": "s", "decode": "o"}
@@ -28,7 +28,7 @@ def lines(cells: pd.DataFrame, note: str) -> Iterator[str]:
     """A markdown table, and before it what it comes to."""
     yield f"{len(cells)} kinds of passes: {summary(cells)}."
     yield ""
-    columns = ["", "passes", "off, median", "worst", "in step, median", "worst", "noise, median", "worst"]
+    columns = ["", "passes", "off, median", "worst", "noise, median", "worst"]
     groups = ((f"{name} {value}", own) for name in WHERE for value, own in cells.groupby(name, sort=False))
     yield from format_table(columns, (_group(name, own) for name, own in groups))
     yield ""
@@ -37,8 +37,7 @@ def lines(cells: pd.DataFrame, note: str) -> Iterator[str]:
         shown[name] = (1e3 * cells[name]).map("{:.2f}".format)
     for name in KINDS:
         shown[name] = cells[name].map("{:+.0%}".format)
-    columns = ["model", "ranks", "link", "program", "batch", "pass", "predicted ms", "measured ms"]
-    columns += ["off", "in step", "noise"]
+    columns = ["model", "ranks", "link", "program", "batch", "pass", "predicted ms", "measured ms", "off", "noise"]
     values = shown[[*WHERE, "predicted", "measured", *KINDS]].itertuples(index=False)
     yield from format_table(columns, values, left=(0, 2, 3, 5))
     yield ""
@@ -53,8 +52,8 @@ def summary(cells: pd.DataFrame) -> str:
     within = (parts["off"] <= AIM).mean()
     return (
         f"predictions are off by {middle['off']:.1%} (median), {most['off']:.0%} at worst, {within:.0%} of them by at "
-        f"most {AIM:.0%}; in step by {middle['in_step']:.1%}, {most['in_step']:.0%} at worst; half of the rounds "
-        f"differ from the other half by {middle['repeated']:.1%}, {most['repeated']:.0%} at worst"
+        f"most {AIM:.0%}; half of the rounds differ from the other half by {middle['repeated']:.1%}, "
+        f"{most['repeated']:.0%} at worst"
     )
 
 
