@@ -69,7 +69,11 @@ class Run:
 
 def config_for(size: int) -> LlamaConfig:
     """A Llama of about this many bytes in bfloat16: 4096 wide, or 2048 below 4 GB."""
-    width, inner = (4096, 11008) if size >= 4e9 else (2048, 5632)
+    width = 4096
+    inner = 11008
+    if size < 4e9:
+        width = 2048
+        inner = 5632
     config = LlamaConfig(
         hidden_size=width,
         intermediate_size=inner,

@@ -219,8 +219,11 @@ def measure(bench: Bench, row: str, methods: Sequence[str], seeds: int, rates: d
     """All runs of a row, the first seed of every method before the second of any."""
     arguments = bench.arguments
     began = time.monotonic()
-    recipe = None if row == CONTROL else bench.recipe(row)
-    own = [CONTROL] if row == CONTROL else methods
+    recipe = None
+    own: Sequence[str] = [CONTROL]
+    if row != CONTROL:
+        recipe = bench.recipe(row)
+        own = methods
     for run in (Run(row, method, seed, rates[method]) for seed in range(seeds) for method in own):
         if time.monotonic() - began > 60 * arguments.minutes:
             print(f"{row}: {arguments.minutes:g} minutes are over; {run.name} is left out", flush=True)

@@ -62,8 +62,8 @@ class Way:
     corrected: bool = False  # the damage of a layer's matrices, for what they do together
 
     def __str__(self) -> str:
-        more = (", sequential" if self.sequential else "") + (", updated" if self.update else "")
-        return f"{self.method}{more}"
+        steps = {"sequential": self.sequential, "updated": self.update}
+        return ", ".join([self.method, *(step for step, taken in steps.items() if taken)])
 
     @property
     def shares(self) -> str:

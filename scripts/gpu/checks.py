@@ -143,7 +143,11 @@ def spread(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
     model = surgeon.load(setup.demo)
     ids = token_ids(model, 2, 40)
     if side == "found":
-        first, second = ("cuda:0", "cuda:1" if setup.gpus > 1 else "cpu") if setup.device == "cuda" else ("cpu", "disk")
+        first = "cpu"
+        second = "disk"
+        if setup.device == "cuda":
+            first = "cuda:0"
+            second = "cuda:1" if setup.gpus > 1 else "cpu"
         places = {f"model.layers.{k}": second if k in range(2, 9) else first for k in range(16)}
         places |= dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"), first)
         dispatch_model(model, places, main_device=first, offload_dir=Path(setup.folder) / "offloaded")

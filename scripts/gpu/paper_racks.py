@@ -118,8 +118,11 @@ class RackRank:
         self.rank = rank
         self.last = rank == job.racks - 1
         self.on_gpu = job.device == "cuda"
-        self.device = torch.device("cuda", rank) if self.on_gpu else torch.device("cpu")
-        self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
+        self.device = torch.device("cpu")
+        self.dtype = torch.float32
+        if self.on_gpu:
+            self.device = torch.device("cuda", rank)
+            self.dtype = torch.bfloat16
         self.marks: list[tuple[Any, Any]] = []
         self.sent: Counter[str] = Counter()
         stretch = self._stretch(cut(job.config.num_hidden_layers, job.racks)[rank])

@@ -207,8 +207,8 @@ class Place:
         entries = dict(CONFIGS.get(model) or read_json(SHAPES / f"{model}.json"))
         if not self.small:
             return entries
-        kv_heads = SMALL_HEADS if entries.get("num_key_value_heads") == entries["num_attention_heads"] else 4
-        kv_heads = SMALL_HEADS if model.startswith(("track", "pt-")) else kv_heads
+        grouped = entries.get("num_key_value_heads") != entries["num_attention_heads"]
+        kv_heads = 4 if grouped and not model.startswith(("track", "pt-")) else SMALL_HEADS
         sizes = {
             "num_hidden_layers": SMALL_LAYERS,
             "num_attention_heads": SMALL_HEADS,

@@ -214,11 +214,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = options.output or Path("runs") / f"papers-{options.paper}"
     torchrun = read_environment()
     started = None if torchrun is None else torchrun.ranks
-    gpus = None if options.small else started or torch.cuda.device_count()
-    place = Place(gpus, options.exact, options.small, options.model)
-    rounds, chunk = (1, SMALL_PASS) if options.small else (options.rounds, options.chunk)
-    device = "cpu" if options.small else "cuda"
-    settings = Settings(place, folder / "shapes", device, rounds, chunk, options.decoding, started)
+    shapes = folder / "shapes"
+    if options.small:
+        place = Place(None, options.exact, True, options.model)
+        settings = Settings(place, shapes, "cpu", 1, SMALL_PASS, options.decoding, started)
+    else:
+        place = Place(started or torch.cuda.device_count(), options.exact, False, options.model)
+        settings = Settings(place, shapes, "cuda", options.rounds, options.chunk, options.decoding, started)
     try:
         rows = rows_of(options, place)
         if torchrun is not None:

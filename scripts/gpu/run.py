@@ -234,8 +234,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) if options.folder is None else options.folder
         folder.mkdir(parents=True, exist_ok=True)
-        device = "cpu" if options.small else "cuda"
-        setup = Setup(device, 0 if options.small else torch.cuda.device_count(), str(folder.resolve()))
+        if options.small:
+            setup = Setup("cpu", 0, str(folder.resolve()))
+        else:
+            setup = Setup("cuda", torch.cuda.device_count(), str(folder.resolve()))
         say(f"{place_of(setup)}; {', '.join(f'{name} {version}' for name, version in versions().items())}")
         processes = Processes(setup, folder, time.monotonic() + LIMIT_SECONDS)
         compared = [name for name in options.only if name in checks(setup)]

@@ -38,6 +38,7 @@ from surgeon.language.program import Program
 from surgeon.opened import open_model
 from surgeon.progress import progress
 
+LINKS = ("the machine as it is: shared memory", "as without AVX-512: ranks talk through gloo")
 NATIVE = "native"
 PLUGIN = "plugin"
 
@@ -124,7 +125,7 @@ def main() -> None:
         rows = write_rows(options.model or random_model(folder / "random"), folder)
         for avx2 in [False, True][: 1 + options.avx2]:
             rounds = measure(rows, avx2, options)
-            link = "as without AVX-512: ranks talk through gloo" if avx2 else "the machine as it is: shared memory"
+            link = LINKS[avx2]
             head = f"### vLLM, {RANKS} ranks, {link}\n\nPrompt {options.prompt}, {options.new} new tokens."
             load = f"Load average {os.getloadavg()[0]:.1f} at the end."
             texts.append("\n".join([head, "", *table(rows, rounds, options.batch), "", load, ""]))
