@@ -61,7 +61,7 @@ def share_heaps() -> None:
     """Have all threads take their memory from two heaps (glibc; elsewhere nothing changes); call it before they begin.
 
     Each thread has one of its own else, which keeps what that thread alone needed most: 0.2 GB of the peak of a fused
-    export of 8 GB (MALLOC_ARENA_MAX=16 python scripts/bench/export.py --only fused --no-faults, and without it). What
+    export of 8 GB (MALLOC_ARENA_MAX=16 python scripts/bench/export.py --only fused, and without it). What
     the user has set in the environment stays.
     """
     _set_allocator(ARENAS)

@@ -118,7 +118,7 @@ FIGURES = [
     Figure("scan", "scripts/bench/scan.py --only demo --threads 1", 10),
     Figure("scan-random", "scripts/bench/scan.py --only random --every 3 --threads 2", 10),
     Figure("memory", "scripts/bench/memory.py --tokens 128 --every 4", 12),
-    Figure("export", "scripts/bench/export.py --size 8GB --no-faults", 10),
+    Figure("export", "scripts/bench/export.py --size 8GB", 10),
     Figure(
         "low-rank",
         "scripts/bench/lowrank.py -o {folder} --tokens 2048 --calibration-tokens 8192 --damage-tokens 1024",

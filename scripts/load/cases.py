@@ -1,4 +1,4 @@
-"""Prompts for run.py and checks.py, with the answers that transformers gives to them."""
+"""Prompts for run.py, with the answers that transformers gives to them."""
 
 from __future__ import annotations
 
