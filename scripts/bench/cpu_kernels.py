@@ -36,6 +36,7 @@ from scripts.bench.decoding import SIZES, random_model
 from scripts.bench.engines import Surgeon, ratio
 from scripts.bench.rooflines import Rooflines
 from scripts.commands import changed_environment, make_parser
+from scripts.markdown import format_table
 from surgeon.progress import progress
 from surgeon.runtime.kernels.build import SWITCH, built
 from surgeon.runtime.kernels.functions import Kernels, Runs, Weighting, kernels
@@ -107,10 +108,11 @@ def attentions(own: Kernels, options: argparse.Namespace) -> dict[int, Times]:
 
 def lines(head: tuple[str, str, str], found: dict[int, Times]) -> list[str]:
     """A table."""
-    rows = [f"| {' | '.join(head)} | times as fast |", "|--:|--:|--:|--:|"]
-    for size, (own, other) in found.items():
-        rows.append(f"| {size} | {1000 * median(own):.1f} | {1000 * median(other):.1f} | {ratio(other, own)} |")
-    return rows
+    rows = [
+        [size, f"{1000 * median(own):.1f}", f"{1000 * median(other):.1f}", ratio(other, own)]
+        for size, (own, other) in found.items()
+    ]
+    return format_table([*head, "times as fast"], rows, left=())
 
 
 def main() -> None:

@@ -44,6 +44,7 @@ use_huge_pages()
 from scripts.bench.busy import neighbour
 from scripts.bench.decoding import DENSE, SIZES, random_model, write_tables
 from scripts.bench.rooflines import Rates, Rooflines
+from scripts.markdown import format_table
 from scripts.vllm.engine import Measurer, vllm_python
 from surgeon.benchmarks.passes import RankRun
 from surgeon.benchmarks.timing import load_timed, run_timed
@@ -60,7 +61,6 @@ COLUMNS = [
     *("ranks", "beside", "prompt", "batch", "first token, s", "vLLM", "x vLLM", "tokens/s", "vLLM", "x vLLM"),
     *("oneDNN's", "reached", "fastest", "reached"),
 ]
-HEAD = "| " + " | ".join(COLUMNS) + " |\n|--:|:--|" + "--:|" * (len(COLUMNS) - 2)
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def measure_row(
 
 def lines(rows: Sequence[Row]) -> list[str]:
     """The table."""
-    found = [HEAD]
+    found = []
     for row in rows:
         cell = row.cell
         own = row.own
@@ -190,8 +190,8 @@ def lines(rows: Sequence[Row]) -> list[str]:
         texts += [spread(own.rate, 1), spread(vllm.rate, 1), ratio(own.rate, vllm.rate)]
         for most in ([one.onednn for one in row.most], [one.fastest for one in row.most]):
             texts += [spread(most, 1), ratio(own.rate, most)]
-        found.append("| " + " | ".join(texts) + " |")
-    return found
+        found.append(texts)
+    return format_table(COLUMNS, found, left=(1,))
 
 
 def spread(numbers: Sequence[float], digits: int) -> str:

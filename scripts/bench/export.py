@@ -23,8 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 
-from rich.console import Console
-from rich.table import Table
 from transformers import LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
@@ -32,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 from scripts.bench.goals import MISSED, missed
 from scripts.bench.large_model import make_model
 from scripts.bench.process import peak_of, start
+from scripts.markdown import print_table
 from surgeon.memory import parse_size, show_size
 from surgeon.processes.files import sync_tree
 
@@ -151,18 +150,16 @@ def show(title: str, copies: list[Run], runs: dict[str, Run], beside: dict[str, 
     Args:
         beside: the speed of copies before and after an export, in bytes per second, by its form.
     """
-    table = Table(title=title)
-    for heading in ("", "written", "seconds", "GB/s", "of the copy's speed", "peak resident"):
-        table.add_column(heading, justify="right" if heading else "left")
+    columns = ["", "written", "seconds", "GB/s", "of the copy's speed", "peak resident"]
     seconds = [copy.seconds for copy in copies]
     speed = median(copy.speed for copy in copies)
     spread = f"{median(seconds):.1f} ({min(seconds):.1f} to {max(seconds):.1f})"
-    table.add_row("cp -r and fsync", show_size(copies[0].size), spread, f"{speed / 1e9:.2f}", "1.00", "")
+    rows = [["cp -r and fsync", show_size(copies[0].size), spread, f"{speed / 1e9:.2f}", "1.00", ""]]
     for form, run in runs.items():
         peak = "" if run.peak is None else show_size(run.peak)
-        numbers = f"{run.seconds:.1f}", f"{run.speed / 1e9:.2f}", f"{run.speed / beside[form]:.2f}"
-        table.add_row(form, show_size(run.size), *numbers, peak)
-    Console(width=100).print(table)
+        numbers = [f"{run.seconds:.1f}", f"{run.speed / 1e9:.2f}", f"{run.speed / beside[form]:.2f}"]
+        rows.append([form, show_size(run.size), *numbers, peak])
+    print_table(title, columns, rows)
 
 
 def short_of_goals(name: str, run: Run, speed: float) -> Iterator[str]:

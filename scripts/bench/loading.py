@@ -19,14 +19,14 @@ import threading
 import time
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
+import pandas as pd
 from transformers import LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 from scripts.bench.goals import MISSED, missed
 from scripts.bench.large_model import make_model
+from scripts.markdown import print_table
 from surgeon.memory import show_size
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.memory import footprint
@@ -100,15 +100,11 @@ def main() -> None:
             watch.end()
             after = [anonymous(pid) for pid in ranks.pids]
         shares = footprint(plan).weights
-    table = Table(
-        title=f"{arguments.layers} layers of {arguments.hidden}, {arguments.dtype}, loaded in {seconds:.0f} s"
-    )
-    for heading in ("rank", "share", "before", "peak", "after", "peak / share"):
-        table.add_column(heading, justify="right")
-    for rank, (share, *held) in enumerate(zip(shares, before, watch.peaks, after, strict=True)):
-        table.add_row(str(rank), *map(show_size, (share, *held)), f"{held[1] / share:.3f}")
-    Console(width=100).print(table)
-    if any(peak > MOST * share for peak, share in zip(watch.peaks, shares, strict=True)):
+    title = f"{arguments.layers} layers of {arguments.hidden}, {arguments.dtype}, loaded in {seconds:.0f} s"
+    held = pd.DataFrame({"share": shares, "before": before, "peak": watch.peaks, "after": after})
+    shown = held.map(show_size).assign(ratio=(held["peak"] / held["share"]).map("{:.3f}".format))
+    print_table(title, ["rank", *held, "peak / share"], shown.itertuples(), left=())
+    if (held["peak"] > MOST * held["share"]).any():
         raise missed(goal)
 
 

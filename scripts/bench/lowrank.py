@@ -20,14 +20,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 
 from scripts.commands import make_parser
+from scripts.markdown import print_table
 from surgeon.analysis.factors.allocation import Allocation, Curve, Ranks, parameters, total_cost
 from surgeon.analysis.factors.calibration import load_calibration
 from surgeon.analysis.factors.factor_plan import FactorPlan, Making
@@ -186,12 +185,13 @@ def table_of(bench: Bench, keeps: Sequence[float], ways: Sequence[Way]) -> pd.Da
 
 def show(table: pd.DataFrame, title: str) -> None:
     """Print a table for people."""
-    shown = Table("keep", "factors", "ranks", "perplexity", "divergence", "95% interval", "mean loss", title=title)
+    columns = ["keep", "factors", "ranks", "perplexity", "divergence", "95% interval", "mean loss"]
+    rows = []
     for row in table.itertuples():
         ends = f"{row.divergence_low:.4f} to {row.divergence_high:.4f}"
-        numbers = (f"{row.perplexity:.2f}", f"{row.divergence:.4f}", ends, f"{row.mean_loss:.3f}")
-        shown.add_row(f"{row.keep:g}", str(row.method), str(row.allocation), *numbers)
-    Console(width=120).print(shown)
+        numbers = [f"{row.perplexity:.2f}", f"{row.divergence:.4f}", ends, f"{row.mean_loss:.3f}"]
+        rows.append([f"{row.keep:g}", row.method, row.allocation, *numbers])
+    print_table(title, columns, rows, left=(1, 2))
 
 
 def main() -> None:

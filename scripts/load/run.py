@@ -24,14 +24,13 @@ from pathlib import Path
 import httpx2
 import numpy as np
 import transformers
-from rich.console import Console
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 from scripts.commands import make_parser
 from scripts.load.cases import Case, make_cases
 from scripts.load.server import COMPLETIONS, LONGEST_SECONDS, serving
+from scripts.markdown import print_table
 from surgeon.provenance import versions
 
 PERCENTILES = (50, 90, 99)
@@ -111,15 +110,10 @@ def figures_of(tally: Tally, seconds: float) -> dict[str, float]:
 
 
 def show(tally: Tally, figures: dict[str, float]) -> None:
-    console = Console(width=80)
-    verdict = "all as offline" if not tally.wrong else f"{len(tally.wrong)} DIFFER"
-    console.print(f"{tally.answers} answers, {verdict}; {len(tally.errors)} errors")
-    for line in (tally.wrong + tally.errors)[:3]:
-        console.print(line, markup=False, highlight=False)
-    table = Table("figure", "value")
-    for name, value in figures.items():
-        table.add_row(name, f"{value:.3g}" if value < 1 else f"{value:.1f}")
-    console.print(table)
+    verdict = f"{len(tally.wrong)} DIFFER" if tally.wrong else "all as offline"
+    print(*(tally.wrong + tally.errors)[:3], sep="\n")
+    title = f"{tally.answers} answers, {verdict}; {len(tally.errors)} errors"
+    print_table(title, ["figure", "value"], [[name, f"{value:.4g}"] for name, value in figures.items()])
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""What was noted of forward passes on a rank: every computation and exchange, and when each began and ended.
+"""What was noted of forward passes on a rank: every exchange, and when it began and ended.
 
 Times are the machine's monotonic clock in seconds, so that those of its ranks can be compared.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
 from typing import Any
 
 from surgeon.language.program import Step
@@ -16,32 +15,10 @@ from surgeon.runtime.comm.collectives import Counts
 from surgeon.runtime.model.engine import Figures
 
 # Spans of passes that are recorded.
-COMPUTING = "computing"
 STARTING = "starting"
 WAITING = "waiting"
 
 now = time.perf_counter  # one clock for all processes of a machine on Linux
-
-
-@dataclass(slots=True)
-class Computation:
-    """One step on one rank.
-
-    Attributes:
-        inside: how many exchanges it had to wait for, of factors that ranks share.
-        waited: seconds of them.
-        first: which of the pass's exchanges is the first of these.
-    """
-
-    began: float
-    ended: float
-    inside: int = 0
-    waited: float = 0.0
-    first: int = 0
-
-    @property
-    def seconds(self) -> float:
-        return self.ended - self.began - self.waited
 
 
 @dataclass(slots=True)
@@ -74,11 +51,8 @@ class PassTiming:
         tokens: that went through it.
         began: when the rank turned to it; on rank 0 this is the end of the pass before.
         waiting: seconds in collectives, starting them included; None where that cannot be told.
-        steps: seconds of each step's computation, in the order of the rank's work; none where that cannot be told.
         layers: collectives of the program's steps and forks.
         vocabulary: collectives of the embedding and the output head.
-        starting: of waiting, what it took to start a collective, the mean.
-        inside: how many collectives each step waited for before it had computed its part.
     """
 
     decode: bool
@@ -86,11 +60,8 @@ class PassTiming:
     began: float
     ended: float
     waiting: float | None
-    steps: list[float]
     layers: Counts
     vocabulary: Counts
-    starting: float = 0.0
-    inside: list[int] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
@@ -115,7 +86,7 @@ class PassRecorder:
 
     Attributes:
         figures: of the engine, which tell collectives of the vocabulary from others.
-        marking: whether the beginning and the end of steps and exchanges are noted, as the process comes to them.
+        marking: whether the beginning and the end of exchanges are noted, as the process comes to them.
         what: being computed.
         profiled: whether steps have names in a profile.
     """
@@ -124,7 +95,6 @@ class PassRecorder:
     marking: bool = True
     what: Step | str = ""
     profiled: bool = False
-    computations: list[Computation] = field(default_factory=list)
     exchanges: list[Exchange] = field(default_factory=list)
     passes: list[PassTiming] = field(default_factory=list)
 
@@ -135,8 +105,6 @@ class PassRecorder:
             sent: the collectives of the program's steps, and those of the vocabulary. A pass that is replayed from a
                 recording starts no exchange that could be seen here.
         """
-        for one in self.computations:
-            one.waited = sum(exchange.seconds for exchange in self.exchanges[one.first : one.first + one.inside])
         self.passes.append(
             PassTiming(
                 decode=decode,
@@ -144,27 +112,21 @@ class PassRecorder:
                 began=began,
                 ended=ended,
                 waiting=sum(exchange.seconds for exchange in self.exchanges) if self.marking else None,
-                steps=[one.seconds for one in self.computations],
                 layers=sent[0],
                 vocabulary=sent[1],
-                starting=fmean(one.started - one.began for one in self.exchanges) if self.exchanges else 0.0,
-                inside=[one.inside for one in self.computations],
             )
         )
         self.drop()
 
     def drop(self) -> None:
         """Begin another pass."""
-        self.computations = []
         self.exchanges = []
 
     def replayed(self, spans: Sequence[tuple[Any, float, float]]) -> None:
-        """Note the steps and exchanges of a pass that is computed from a recording, in which spans were noted."""
+        """Note the exchanges of a pass that is computed from a recording, in which spans were noted."""
         found: dict[int, Exchange] = {}
         for (kind, span), began, ended in spans:
-            if kind == COMPUTING:
-                self.computations.append(Computation(began, ended))
-            elif kind == STARTING and span:
+            if kind == STARTING and span:
                 found[id(span)] = Exchange(began, ended)
                 self.exchanges.append(found[id(span)])
             elif span:

@@ -1,8 +1,8 @@
 """Where the time of forward passes goes, on every rank: in computing, or in waiting for other ranks.
 
-A `TimedEngine` computes what a `RankEngine` does, and notes when each step was computed and when each collective was
-started and waited for (passes.py). A GPU goes on while its process waits or launches more: there `torch.profiler` says,
-where that is asked for, when it computed and when nothing but collectives ran.
+A `TimedEngine` computes what a `RankEngine` does, and notes when each collective was started and waited for
+(passes.py). A GPU goes on while its process waits or launches more: there `torch.profiler` says, where that is asked
+for, when it computed and when nothing but collectives ran.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from surgeon.benchmarks.passes import (
-    COMPUTING,
     STARTING,
     WAITING,
-    Computation,
     Exchange,
     PassRecorder,
     RankRun,
@@ -132,7 +130,7 @@ class TimedEngine(RankEngine):
 
 
 class TimedMachine(RankMachine):
-    """One pass on one rank, whose every step is noted."""
+    """One pass on one rank, whose every step has a name in a profile."""
 
     def __init__(
         self, recorder: PassRecorder, program: RankProgram, shared: Pass, group: Group, work: WorkAhead
@@ -143,16 +141,8 @@ class TimedMachine(RankMachine):
     def compute(self, step: Step, stream: Tensor) -> Partial:
         recorder = self.recorder
         recorder.what = step
-        if not recorder.marking:
-            with in_profile(step, recorder.profiled):
-                return super().compute(step, stream)
-        first = len(recorder.exchanges)
-        began = now()
-        with spanned((COMPUTING, None)), in_profile(step, recorder.profiled):
-            partial = super().compute(step, stream)
-        inside = len(recorder.exchanges) - first
-        recorder.computations.append(Computation(began, now(), inside, first=first))
-        return partial
+        with in_profile(step, recorder.profiled):
+            return super().compute(step, stream)
 
     def join(self, fork: Fork, added: Tensor) -> Partial:
         self.recorder.what = "join"

@@ -42,7 +42,7 @@ def result(name: str, program: Program, waiting: float, other: float = 0.0) -> R
     split = Split(0, waiting, sum(steps) + REST, counts, Counts())
     per_token = seconds + other
     one = Measurement(0.1, 0.1, 7 * per_token, per_token, 1 / per_token, split, split)
-    passes = [PassTiming(True, 1, 0.0, seconds, waiting, steps, counts, Counts()) for _ in range(2)]
+    passes = [PassTiming(True, 1, 0.0, seconds, waiting, counts, Counts()) for _ in range(2)]
     plan: Any = Plan(program, "on" if name == runtime.HALVES else "off")
     runs = [RankRun(0.0, passes), RankRun(0.0, passes)]
     return Result(name, plan, Workload(1, 4, 8), name != "upper bound", [one, one], [runs, runs])
