@@ -60,8 +60,7 @@ def share_heaps() -> None:
     """Serve all threads' memory from two heaps (glibc; elsewhere nothing changes); call before they begin.
 
     Else each thread's own keeps its peak: 0.2 GB of the peak of a fused export of 8 GB
-    (MALLOC_ARENA_MAX=16 python scripts/bench/export.py --only fused --no-faults). Settings in the user's environment
-    stay.
+    (MALLOC_ARENA_MAX=16 python scripts/bench/export.py --only fused). Settings in the user's environment stay.
     """
     _set_allocator(ARENAS)
 

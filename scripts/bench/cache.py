@@ -24,7 +24,9 @@ def low_rank_attentions(layers: int, rank: int) -> str:
     """The unedited program with factors of k and v."""
 
     def factored(sublayer: Sublayer) -> Sublayer:
-        return replace(sublayer, ranks=(("k", rank), ("v", rank))) if sublayer.kind == ATTENTION else sublayer
+        if sublayer.kind == ATTENTION:
+            return replace(sublayer, ranks=(("k", rank), ("v", rank)))
+        return sublayer
 
     return str(Program.dense(layers).renamed(factored))
 

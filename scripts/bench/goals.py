@@ -18,4 +18,6 @@ def missed(goal: str) -> SystemExit:
 def missed_in(page: str) -> str | None:
     """The goal that a page of a benchmark's figures says was missed."""
     found = [line for line in page.splitlines() if line.startswith(_BEGINNING)]
-    return found[-1].removeprefix(_BEGINNING) if found else None
+    if found:
+        return found[-1].removeprefix(_BEGINNING)
+    return None

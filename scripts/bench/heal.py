@@ -1,7 +1,7 @@
 """What training brings back of what edits of the demo model lose: adapters, full training, distillation, equal tokens.
 
     python scripts/bench/heal.py -o FOLDER [--rows lp-12,ladder-upper,...] [--methods lora,full,distilled] [--steps N]
-                                 [--seeds N] [--minutes M] [--rates METHOD=X,...] [--sweep METHOD=X,...] [--table]
+                                 [--seeds N] [--minutes M] [--rates METHOD=X,...] [--table]
 
 Every row is an edit, every run of it trains the sublayers that the edit touched, on windows of the demo model's own
 training text, and is measured on text that the model never saw. `lora` trains adapters of rank 16, `full` the
@@ -11,8 +11,8 @@ what it gains is what the text is worth, not healing.
 
 The stretches of pairs and the layers left out are those with the least divergence on training text, of their length.
 Killed, the same command goes on where it was. --minutes is a limit for each row: when it is reached, no further run of
-it begins. FOLDER/ROW/METHOD-SEED.run is a folder that `surgeon report` takes. --sweep runs the methods at several
-learning rates, judged by training text that no run learns from; --table prints the tables of what is there.
+it begins. FOLDER/ROW/METHOD-SEED.run is a folder that `surgeon report` takes. --table prints the tables of what is
+there.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from transformers import PreTrainedModel
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 from scripts.bench.heal_table import RECORD, WINDOWS, is_whole, show_tables
+from scripts.commands import make_parser
 from surgeon.checkpoint.load import load
 from surgeon.checkpoint.locate import locate
 from surgeon.checkpoint.read import Checkpoint
@@ -54,7 +55,7 @@ from surgeon.training.settings import TrainSettings
 from surgeon.training.texts import TrainTexts, load_texts
 
 LAYERS, ALL_TEXT = 16, 1_000_000  # tokens: more than a run goes through
-RATES = {"lora": 1e-3, "full": 1e-4, "distilled": 3e-4, "control": 1e-4}  # the best of --sweep on lp-9
+RATES = {"lora": 1e-3, "full": 1e-4, "distilled": 3e-4, "control": 1e-4}  # the best on lp-9 of several
 RANK = 16
 CHOSEN_ON = 4096  # tokens of training text that stretches are chosen by
 MEASUREMENTS = 3  # on held-out text, while a run goes on
@@ -134,14 +135,9 @@ class Bench:
     @cached_property
     def texts(self) -> TrainTexts:
         """The beginning of the training text, and held-out text."""
-        tokens, window = self.arguments.eval_tokens, self.arguments.window
+        tokens = self.arguments.eval_tokens
+        window = self.arguments.window
         return load_texts(self.tokenizer, DEMO_TRAINING, window, ALL_TEXT, DEMO, tokens)
-
-    @cached_property
-    def sweep_texts(self) -> TrainTexts:
-        """The same with the end of the training text to judge learning rates by."""
-        tokens, window = self.arguments.eval_tokens, self.arguments.window
-        return load_texts(self.tokenizer, DEMO_TRAINING, window, ALL_TEXT, None, tokens)
 
     def recipe(self, row: str) -> Recipe:
         """Of a row's edits the one with the least divergence on training text."""
@@ -149,34 +145,33 @@ class Bench:
         if len(recipes) == 1:
             return recipes[0]
         ids = load_windows(self.tokenizer, DEMO_TRAINING, self.arguments.window, CHOSEN_ON).ids
-        edited, found = copy.deepcopy(self.original), []
+        edited = copy.deepcopy(self.original)
+        found = []
         for recipe in recipes:
             program = recipe_program(recipe, self.original.config)
             quality = text_quality(logits_of(edit(edited, program)), ids, logits_of(self.original), bar=False)
             found.append((quality.divergence, recipe))
         return min(found, key=lambda one: (one[0] is None, one[0]))[1]
 
-    def student(self, program: Program) -> PreTrainedModel:
-        """The original in a copy, edited."""
-        return edit(copy.deepcopy(self.original), program)
-
-    def run(self, run: Run, recipe: Recipe | None, folder: Path, texts: TrainTexts) -> None:
+    def run(self, run: Run, recipe: Recipe | None) -> None:
         """Train, and write what came of it; nothing if that is there."""
+        folder = self.arguments.output / run.row / run.name
         if is_whole(folder):
             return
-        dense = Program.dense(LAYERS)
-        program = dense if recipe is None else recipe_program(recipe, self.original.config)
+        program = Program.dense(LAYERS)
+        if recipe is not None:
+            program = recipe_program(recipe, self.original.config)
+        texts = self.texts
         settings = run.settings(self.arguments.steps, self.arguments.batch)
-        student = self.student(program)
-        values = self._edited_values(student, str(program)) if texts is self.texts else []
+        student = edit(copy.deepcopy(self.original), program)
+        values = self._edited_values(student, str(program))
         identity = {"original": self.model_hash, "program": str(program), "row": run.row, "method": run.method}
         healed = train(student, texts, settings, folder, lambda: copy.deepcopy(self.original), program, identity)
         assert healed is not None
         assert healed.original is not None
-        if values:
-            nll = text_values(self._original, texts.held_out.ids, bar=False)["nll"]
-            table = pd.DataFrame(dict(zip(COLUMNS, [nll, *values, *self._values(healed.model)], strict=True)))
-            write_table(folder / WINDOWS, table)
+        nll = text_values(self._original, texts.held_out.ids, bar=False)["nll"]
+        table = pd.DataFrame(dict(zip(COLUMNS, [nll, *values, *self._values(healed.model)], strict=True)))
+        write_table(folder / WINDOWS, table)
         record = provenance(
             DEMO,
             self.model_hash,
@@ -222,22 +217,18 @@ class Bench:
 
 def measure(bench: Bench, row: str, methods: Sequence[str], seeds: int, rates: dict[str, float]) -> None:
     """All runs of a row, the first seed of every method before the second of any."""
-    arguments, began = bench.arguments, time.monotonic()
-    recipe = None if row == CONTROL else bench.recipe(row)
-    own = [CONTROL] if row == CONTROL else methods
+    arguments = bench.arguments
+    began = time.monotonic()
+    recipe = None
+    own: Sequence[str] = [CONTROL]
+    if row != CONTROL:
+        recipe = bench.recipe(row)
+        own = methods
     for run in (Run(row, method, seed, rates[method]) for seed in range(seeds) for method in own):
         if time.monotonic() - began > 60 * arguments.minutes:
             print(f"{row}: {arguments.minutes:g} minutes are over; {run.name} is left out", flush=True)
             continue
-        bench.run(run, recipe, arguments.output / row / run.name, bench.texts)
-
-
-def sweep(bench: Bench, row: str, tried: Sequence[tuple[str, float]]) -> None:
-    """Methods at learning rates, judged by training text that no run learns from."""
-    recipe = bench.recipe(row)
-    for method, rate in tried:
-        folder = bench.arguments.output / "sweep" / row / f"{method}-{rate:g}.run"
-        bench.run(Run(row, method, 0, rate), recipe, folder, bench.sweep_texts)
+        bench.run(run, recipe)
 
 
 def _rates(text: str) -> list[tuple[str, float]]:
@@ -246,7 +237,7 @@ def _rates(text: str) -> list[tuple[str, float]]:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}, {CONTROL}")
     parser.add_argument("--methods", default="lora,full,distilled")
@@ -257,21 +248,18 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=40.0)
     parser.add_argument("--rates", default="", type=_rates, help="by method: lora=3e-3,full=5e-4")
-    parser.add_argument("--sweep", default="", type=_rates, help="what to try: full=1e-4,full=3e-4,lora=1e-3")
     parser.add_argument("--table", action="store_true", help="print what is there, and run nothing")
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = _parse()
-    rows, methods = arguments.rows.split(","), arguments.methods.split(",")
+    rows = arguments.rows.split(",")
+    methods = arguments.methods.split(",")
     if not arguments.table:
         bench = Bench(arguments)
         for row in rows:
-            if arguments.sweep:
-                sweep(bench, row, arguments.sweep)
-            else:
-                measure(bench, row, methods, arguments.seeds, RATES | dict(arguments.rates))
+            measure(bench, row, methods, arguments.seeds, RATES | dict(arguments.rates))
     show_tables(arguments.output)
 
 

@@ -22,13 +22,15 @@ def make_model(folder: Path, config: LlamaConfig, shard: int) -> None:
         shard: bytes of a file, at most, unless a tensor alone has more.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    config.architectures, config.dtype = ["LlamaForCausalLM"], torch.bfloat16
+    config.architectures = ["LlamaForCausalLM"]
+    config.dtype = torch.bfloat16
     config.save_pretrained(folder)
     with torch.device("meta"):
         outline = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).state_dict()
     block = torch.randn(BLOCK, generator=torch.Generator().manual_seed(0))
     places = {name: place for place, name in enumerate(outline)}  # so that no two layers are the same one
-    shards, weight_map = in_shards({name: tensor.nbytes for name, tensor in outline.items()}, shard), {}
+    shards = in_shards({name: tensor.nbytes for name, tensor in outline.items()}, shard)
+    weight_map = {}
     for number, names in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = {name: _values(outline[name].shape, block.roll(places[name])) for name in names}

@@ -19,14 +19,14 @@ import threading
 import time
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
+import pandas as pd
 from transformers import LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 from scripts.bench.goals import MISSED, missed
 from scripts.bench.large_model import make_model
+from scripts.markdown import print_table
 from surgeon.memory import show_size
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.memory import footprint
@@ -52,7 +52,8 @@ class Watch:
 
     def __init__(self, pids: list[int]) -> None:
         self.peaks = [anonymous(pid) for pid in pids]
-        self._pids, self._ended = pids, threading.Event()
+        self._pids = pids
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
@@ -92,21 +93,18 @@ def main() -> None:
         plan = make_plan(folder, arguments.ranks, 128, dtype=arguments.dtype)
         with Ranks(RankOptions(arguments.ranks)) as ranks:
             before = [anonymous(pid) for pid in ranks.pids]
-            watch, begun = Watch(ranks.pids), time.perf_counter()
+            watch = Watch(ranks.pids)
+            begun = time.perf_counter()
             ranks.call(load, plan)
             seconds = time.perf_counter() - begun
             watch.end()
             after = [anonymous(pid) for pid in ranks.pids]
         shares = footprint(plan).weights
-    table = Table(
-        title=f"{arguments.layers} layers of {arguments.hidden}, {arguments.dtype}, loaded in {seconds:.0f} s"
-    )
-    for heading in ("rank", "share", "before", "peak", "after", "peak / share"):
-        table.add_column(heading, justify="right")
-    for rank, (share, *held) in enumerate(zip(shares, before, watch.peaks, after, strict=True)):
-        table.add_row(str(rank), *map(show_size, (share, *held)), f"{held[1] / share:.3f}")
-    Console(width=100).print(table)
-    if any(peak > MOST * share for peak, share in zip(watch.peaks, shares, strict=True)):
+    title = f"{arguments.layers} layers of {arguments.hidden}, {arguments.dtype}, loaded in {seconds:.0f} s"
+    held = pd.DataFrame({"share": shares, "before": before, "peak": watch.peaks, "after": after})
+    shown = held.map(show_size).assign(ratio=(held["peak"] / held["share"]).map("{:.3f}".format))
+    print_table(title, ["rank", *held, "peak / share"], shown.itertuples(), left=())
+    if (held["peak"] > MOST * held["share"]).any():
         raise missed(goal)
 
 

@@ -11,7 +11,6 @@ mean over the matrices that are cut. Killed, the same command goes on where it w
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,13 +20,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 
+from scripts.commands import make_parser
+from scripts.markdown import print_table
 from surgeon.analysis.factors.allocation import Allocation, Curve, Ranks, parameters, total_cost
 from surgeon.analysis.factors.calibration import load_calibration
 from surgeon.analysis.factors.factor_plan import FactorPlan, Making
@@ -62,13 +61,15 @@ class Way:
     corrected: bool = False  # the damage of a layer's matrices, for what they do together
 
     def __str__(self) -> str:
-        more = (", sequential" if self.sequential else "") + (", updated" if self.update else "")
-        return f"{self.method}{more}"
+        steps = {"sequential": self.sequential, "updated": self.update}
+        return ", ".join([self.method, *(step for step, taken in steps.items() if taken)])
 
     @property
     def shares(self) -> str:
         """How ranks are shared out."""
-        return f"{self.allocation}, corrected" if self.corrected else self.allocation
+        if self.corrected:
+            return f"{self.allocation}, corrected"
+        return self.allocation
 
 
 WAYS = (
@@ -89,15 +90,18 @@ class Bench:
     """One model, its texts, and what is known of its matrices."""
 
     def __init__(self, model: str, data: str, separator: str | None, folder: Path, arguments: Any) -> None:
-        tokens, wanted = arguments.tokens, arguments.calibration_tokens
+        tokens = arguments.tokens
+        wanted = arguments.calibration_tokens
         self.subject: Subject = open_subject(model, data, tokens, separator=separator)
         self.text = load_calibration(model, data, tokens, wanted, separator=separator)
         self.folder = folder / self.subject.opened.label
-        self.model, self.windows = self.subject.model, self.subject.windows
+        self.model = self.subject.model
+        self.windows = self.subject.windows
         self.dense = program_of(self.model)
         self.reference = ReferenceText(self.model, ProgramRun(self.model, self.dense, self.windows.ids))
         self.curves = self._curves(arguments.damage_tokens)
-        self.weights, self.moments = Matrices(self.model).weights, self._moments()
+        self.weights = Matrices(self.model).weights
+        self.moments = self._moments()
 
     def _curves(self, tokens: int) -> tuple[Curve, ...]:
         """Damage is measured on the calibration text's last windows: allocation does not see the other text, either."""
@@ -134,7 +138,8 @@ class Bench:
 
     def _moments(self) -> dict[tuple[Sublayer, bool], SecondMoment]:
         """Of what matrices read the stream get, and of what those behind them get, in the unedited model."""
-        run, sums = ProgramRun(self.model, self.dense, self.text.ids), {}
+        run = ProgramRun(self.model, self.dense, self.text.ids)
+        sums = {}
 
         def seen(matrix: Matrix, inputs: Tensor) -> None:
             sums.setdefault(matrix, SecondMoment(inputs.shape[-1])).add(inputs)
@@ -147,8 +152,10 @@ class Bench:
 
     def _loss(self, matrix: Matrix, source: FactorSource) -> float:
         whole = Matrix(replace(matrix.sublayer, ranks=()), matrix.role)
-        stored, moment = self.weights.matrix(whole.sublayer, whole.role), self.moments[whole.inputs]
-        values, factors = stored.whole(), source.factors(matrix.sublayer, matrix.role, stored)
+        stored = self.weights.matrix(whole.sublayer, whole.role)
+        moment = self.moments[whole.inputs]
+        values = stored.whole()
+        factors = source.factors(matrix.sublayer, matrix.role, stored)
         nothing = Factors(torch.zeros_like(factors.first), factors.second)
         return truncation_loss(values, factors, moment) / truncation_loss(values, nothing, moment)
 
@@ -160,7 +167,8 @@ class Bench:
         share = RankBudget("params", keep, relative=True, allocation=way.allocation)
         if not way.corrected:
             return share.ranks(self.curves)
-        own, subject = self._folder(way, keep), replace(self.subject, windows=self.damaged)
+        own = self._folder(way, keep)
+        subject = replace(self.subject, windows=self.damaged)
         folder = own.with_name(f"{own.name}-first")
         return corrected_ranks(subject, self.curves, share, way.method, self.text, folder)
 
@@ -177,16 +185,17 @@ def table_of(bench: Bench, keeps: Sequence[float], ways: Sequence[Way]) -> pd.Da
 
 def show(table: pd.DataFrame, title: str) -> None:
     """Print a table for people."""
-    shown = Table("keep", "factors", "ranks", "perplexity", "divergence", "95% interval", "mean loss", title=title)
+    columns = ["keep", "factors", "ranks", "perplexity", "divergence", "95% interval", "mean loss"]
+    rows = []
     for row in table.itertuples():
         ends = f"{row.divergence_low:.4f} to {row.divergence_high:.4f}"
-        numbers = (f"{row.perplexity:.2f}", f"{row.divergence:.4f}", ends, f"{row.mean_loss:.3f}")
-        shown.add_row(f"{row.keep:g}", str(row.method), str(row.allocation), *numbers)
-    Console(width=120).print(shown)
+        numbers = [f"{row.perplexity:.2f}", f"{row.divergence:.4f}", ends, f"{row.mean_loss:.3f}"]
+        rows.append([f"{row.keep:g}", row.method, row.allocation, *numbers])
+    print_table(title, columns, rows, left=(1, 2))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("models", nargs="*", default=["demo,demo"], metavar="MODEL,DATA[,SEPARATOR]")
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--keep", default="0.9,0.8,0.6,0.4")

@@ -21,8 +21,6 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
-from rich.console import Console
-from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
@@ -30,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 import surgeon
 from scripts.bench.goals import MISSED, missed
 from scripts.bench.process import peak_of, start
+from scripts.markdown import print_table
 from surgeon.memory import parse_size, show_size
 
 TOLERANCE = 1e-4
@@ -100,12 +99,10 @@ def main() -> None:
         size = size or make_model(model, arguments.layers)
         streamed = scan(model, Path(temporary) / "streamed", arguments, arguments.limit)
         whole = scan(model, Path(temporary) / "whole", arguments, None)
-    table = Table(title=f"surgeon scan, {len(whole.cells)} cells of a model of {show_size(size)} of float32 weights")
-    for heading in ("", "peak resident", "seconds"):
-        table.add_column(heading, justify="right" if heading else "left")
-    for name, outcome in ((f"--memory {arguments.limit}", streamed), ("no limit", whole)):
-        table.add_row(name, show_size(outcome.peak), f"{outcome.seconds:.0f}")
-    Console(width=100).print(table)
+    title = f"surgeon scan, {len(whole.cells)} cells of a model of {show_size(size)} of float32 weights"
+    outcomes = {f"--memory {arguments.limit}": streamed, "no limit": whole}
+    rows = [[name, show_size(one.peak), f"{one.seconds:.0f}"] for name, one in outcomes.items()]
+    print_table(title, ["", "peak resident", "seconds"], rows)
     difference = largest_difference(streamed.cells, whole.cells)
     print(f"largest difference between their numbers: {difference:.1e}")
     if difference > TOLERANCE:

@@ -9,8 +9,8 @@ When that is, the receiver reads from memory that the ranks share, written befor
 
 from __future__ import annotations
 
-import csv
 import math
+import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
+import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from surgeon.runtime.comm.link import Line, Link, SystemClock
 
-COLUMNS = ("start", "end", "what", "part", "micro_batch", "step")
+COLUMNS = ["start", "end", "what", "part", "micro_batch", "step"]
 REMEMBERED = 4096  # messages from one rank to another whose arrival is still known
 
 
@@ -40,10 +42,7 @@ class Trace:
         self.rows.append((start, end, what, part, micro_batch, self.step))
 
     def write(self, path: Path) -> None:
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(COLUMNS)
-            writer.writerows((f"{start:.6f}", f"{end:.6f}", *others) for start, end, *others in self.rows)
+        pd.DataFrame(self.rows, columns=COLUMNS).to_csv(path, index=False, float_format="%.6f")
 
 
 @dataclass(frozen=True)
@@ -71,11 +70,16 @@ class Message:
     """A send or a receive that was posted."""
 
     def __init__(self, work: Any, until: Callable[[], float], what: str, op: Any, traffic: Traffic) -> None:
-        self.work, self.until, self.what, self.op, self.traffic = work, until, what, op, traffic
+        self.work = work
+        self.until = until
+        self.what = what
+        self.op = op
+        self.traffic = traffic
 
     def wait(self) -> None:
         """Return when it has left, or arrived."""
-        clock, begun = self.traffic.clock, self.traffic.clock.now()
+        clock = self.traffic.clock
+        begun = clock.now()
         self.work.wait()
         end = self.until()
         if end > -math.inf:
@@ -91,12 +95,14 @@ class Traffic:
     """
 
     def __init__(self, rank: int, ranks: int, link: Link | None, shared: Path, trace: Trace) -> None:
-        self.rank, self.link, self.trace, self.clock = rank, link, trace, SystemClock()
+        self.rank = rank
+        self.link = link
+        self.trace = trace
+        self.clock = SystemClock()
         self.arrivals = np.memmap(shared, np.float64, "r+", shape=(ranks, ranks, REMEMBERED))
         self.lines = [Line(link or Link(), self.clock) for _ in range(ranks)]
-        self.posted: Counter[tuple[str, int]] = Counter()
+        self.posted: Counter[tuple[bool, int]] = Counter()
         self.sent: Counter[str] = Counter()
-        self.received: Counter[str] = Counter()
 
     def install(self) -> None:
         """Have the schedules of this process post their messages here."""
@@ -114,25 +120,25 @@ class Traffic:
         ]
 
     def _begin(self, op: Any) -> tuple[Callable[[], float], str]:
-        sends, size = op.op is dist.isend, op.tensor.nbytes
-        place = self.posted["sent" if sends else "received", op.peer] % REMEMBERED
-        self.posted["sent" if sends else "received", op.peer] += 1
+        sends = op.op is dist.isend
+        place = self.posted[sends, op.peer] % REMEMBERED
+        self.posted[sends, op.peer] += 1
         if not sends:
-            self.received[op.part] += size
             return lambda: float(self.arrivals[op.peer, self.rank, place]), "wait_input"
+        size = op.tensor.nbytes
         self.sent[op.part] += size
-        line, now = self.lines[op.peer], self.clock.now()
-        starts = max(now, line.free_from)
-        arrives = line.send(size) if self.link is not None else -math.inf
+        line = self.lines[op.peer]
+        starts = max(self.clock.now(), line.free_from)
+        arrives = leaves = -math.inf
+        if self.link is not None:
+            arrives = line.send(size)
+            leaves = line.free_from
         self.arrivals[self.rank, op.peer, place] = arrives
         self.trace.add(starts, max(arrives, starts), "send", op.part, op.micro_batch)
-        leaves = line.free_from if self.link is not None else -math.inf
         return lambda: leaves, "wait_room"
 
     def sum(self, value: float) -> float:
         """The sum of a number of every rank; over a link it takes one delay, which is less than any way it could go."""
-        import torch
-
         begun = self.clock.now()
         total = torch.tensor([value], dtype=torch.float64)
         dist.all_reduce(total)
@@ -147,12 +153,18 @@ def shared_file(path: Path, ranks: int) -> None:
     np.memmap(path, np.float64, "w+", shape=(ranks, ranks, REMEMBERED)).flush()
 
 
+def peak_resident() -> int:
+    """The most bytes that this process had resident so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 class TracedStage(PipelineStage):
     """A stage that tells what its messages are for, and how long it computes."""
 
     def __init__(self, *arguments: Any, trace: Trace, pace: Pace, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.trace, self.pace = trace, pace
+        self.trace = trace
+        self.pace = pace
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return named(super().get_fwd_recv_ops(fwd_chunk_id), "forward", fwd_chunk_id)
@@ -187,5 +199,6 @@ class TracedStage(PipelineStage):
 def named(ops: list[dist.P2POp], part: str, micro_batch: int) -> list[dist.P2POp]:
     """Messages with what they are for."""
     for op in ops:
-        op.part, op.micro_batch = part, micro_batch  # type: ignore[attr-defined]
+        op.part = part  # type: ignore[attr-defined]
+        op.micro_batch = micro_batch  # type: ignore[attr-defined]
     return ops

@@ -1,50 +1,49 @@
-"""What the benchmark of racks measures: its cells, the runs of each, and the figures that a run comes to."""
+"""The cells of the benchmark of racks, the runs of each, and the figures that a run comes to."""
 
 from __future__ import annotations
 
 import argparse
-import csv
-import statistics
-import sys
+import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
+import pandas as pd
+from transformers import PreTrainedModel
 
-from scripts.bench.pipelined_ranks import LOCAL, SCHEDULES, Job, Outcome, read_outcome, record_of, run_ranks
-from scripts.bench.rack_model import Optimisation, build, bytes_of, config_of
-from scripts.bench.rack_processes import PROCESSES, RackRun, is_there, paced_seconds, run_racks
+from scripts.bench.pipelined_ranks import SCHEDULES, Job, read_records, record_of, run_ranks
+from scripts.bench.rack_model import Optimisation, build, byte_texts, config_of, cut, head_units
 from surgeon.checkpoint.read import read_json
-from surgeon.quality.data import Windows, digest_of
-from surgeon.training.racks.run_files import PLAN_FILE
-from surgeon.training.texts import TrainingText, TrainTexts
+from surgeon.language.program import Program
+from surgeon.models.edit import edit
+from surgeon.runtime.comm.link import Link
+from surgeon.training.racks.partition import Racks
+from surgeon.training.racks.rack_log import TIMELINE_FILE, TRAFFIC_FILE, RackPace
+from surgeon.training.racks.run_files import PLAN_FILE, RESULT_FILE, ProcessOptions, RacksToTrain, rack_folder
+from surgeon.training.racks.supervisor import train_in_processes
+from surgeon.training.texts import TrainTexts
 
-HIDDEN, WINDOW, BYTES, BATCH = 64, 128, 256, 8
-WARM, MEASURED = 1, 2  # steps
-SLOW_RANK, SLOWNESS = 1, 2.0
-LINKS: dict[str, dict[str, float]] = {
-    "none": {},
-    "1ms": {"delay": 0.001},
-    "10MB/s": {"delay": 0.0, "bandwidth": 10e6},
-    "1MB/s": {"delay": 0.0, "bandwidth": 1e6},
-    "slow": {},
-}
-WAYS = (*SCHEDULES, PROCESSES)
-NAMES = {
-    "gpipe": "GPipe",
-    "1f1b": "1F1B",
-    "interleaved": "interleaved 1F1B",
-    LOCAL: "local, a coda of 1",
-    PROCESSES: "local, surgeon's processes",
-}
+HIDDEN = 64
+WINDOW = 128
+BATCH = 8
+CODA = 1  # layers
+AHEAD = 4  # micro-batches that a rack may have sent and the next one not taken
+WARM = 1  # steps
+MEASURED = 2
+SLOW_RANK = 1
+SLOWNESS = 2.0
+LINKS = {"none": None, "1ms": Link(0.001), "10MB/s": Link(0.0, 10e6), "1MB/s": Link(0.0, 1e6), "slow": None}
+RACKS = "racks"
+NAMES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved 1F1B", RACKS: "local, surgeon's processes"}
+WAITING = ("wait_input", "wait_room")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What is measured once in every round."""
+    """A run of every round."""
 
     ranks: int
     link: str
@@ -54,15 +53,20 @@ class Cell:
         """Of a round."""
         return output / "rounds" / str(number) / f"{self.ranks}-{self.link.replace('/', '')}-{self.way}"
 
+    def has_ended(self, folder: Path) -> bool:
+        if self.way == RACKS:
+            return all((rack_folder(folder, rank) / RESULT_FILE).is_file() for rank in range(self.ranks))
+        return all(record_of(folder, rank).is_file() for rank in range(self.ranks))
 
-@dataclass(frozen=True)
-class Figures:
-    """What a run came to.
+
+class Figures(NamedTuple):
+    """The figures of a run.
 
     Attributes:
         speed: tokens per second.
         forward, backward: bytes in a step, over all links.
-        idle: share of each rank's time.
+        idle: share of its time that a rank waits, the mean over ranks.
+        most_idle: the largest of these.
         resident: bytes of the rank that had most.
         paced: how much longer computing took than it was to take; 0 where it was to take as long as it takes.
     """
@@ -70,14 +74,15 @@ class Figures:
     speed: float
     forward: float
     backward: float
-    idle: tuple[float, ...]
+    idle: float
+    most_idle: float
     resident: int
-    paced: float = 0.0
+    paced: float
 
 
 def cells(ranks: Sequence[int], links: Sequence[str]) -> list[Cell]:
     """All ways of one column beside each other, so that they meet the same machine."""
-    return [Cell(count, link, way) for count in ranks for link in links for way in WAYS]
+    return [Cell(count, link, way) for count in ranks for link in links for way in NAMES]
 
 
 class Bench:
@@ -86,157 +91,141 @@ class Bench:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.output: Path = arguments.output
         self.unit: float = arguments.compute
-        self.config = config_of(HIDDEN, arguments.layers, WINDOW, BYTES)
+        self.config = config_of(HIDDEN, arguments.layers, WINDOW)
         self.optimisation = Optimisation(WARM + MEASURED, BATCH, 1, 2e-3, warmup=1)
 
+    @cached_property
     def texts(self) -> TrainTexts:
         """As many windows as a run goes through, and one that is held out."""
-        texts, count = bytes_of(WINDOW, WINDOW), self.optimisation.steps * self.optimisation.batch
-        ids = texts.training.ids[:count]
-        training = TrainingText.of(Windows(ids, texts.training.source, digest_of(ids)))
-        return TrainTexts(training, texts.held_out)
+        return byte_texts(WINDOW, self.optimisation.steps * BATCH)
 
     def job(self, cell: Cell) -> Job:
-        """What the ranks of a cell do."""
+        """The work of the ranks of a cell."""
         factors = [1.0] * cell.ranks
         if cell.link == "slow":
             factors[SLOW_RANK] = SLOWNESS
-        made = Job(
-            cell.way, cell.ranks, self.config.to_dict(), self.optimisation, factors=tuple(factors), unit=self.unit
+        return Job(
+            cell.way, cell.ranks, self.config, self.optimisation, LINKS[cell.link], tuple(factors), unit=self.unit
         )
-        return replace(made, **LINKS[cell.link])  # type: ignore[arg-type]
-
-    def holding(self, cell: Cell) -> Job:
-        """A run that counts what autograd holds, and takes as long as it takes."""
-        return replace(self.job(cell), held=True, unit=0.0, optimisation=replace(self.optimisation, steps=2))
 
     def measure(self, todo: Sequence[Cell], rounds: int, minutes: float) -> None:
         """Run what is not there yet, as long as there is time."""
-        begun, texts, model = time.monotonic(), self.texts(), build(self.config, 0)
-        plan = [(cell, cell.folder(self.output, number), self.job(cell)) for number in range(rounds) for cell in todo]
-        held = [cell for cell in todo if cell.link == todo[0].link and cell.way != PROCESSES]
-        plan[len(todo) : len(todo)] = [(cell, self.held_folder(cell), self.holding(cell)) for cell in held]
-        for cell, folder, job in plan:
-            if whole(cell, folder):
-                continue
-            if time.monotonic() - begun > 60 * minutes:
-                left_out = folder.relative_to(self.output)
-                print(f"{minutes:g} minutes are over: {left_out} and what follows is left out", flush=True)
-                return
-            if cell.way == PROCESSES:
-                run_racks(job, model, texts, folder)
-            else:
-                run_ranks(job, model, texts.training.ids, folder)
-            print(f"{folder.relative_to(self.output)}: {figures_of(cell, folder).speed:.0f} tokens/s", flush=True)
+        begun = time.monotonic()
+        model = build(self.config, 0)
+        for number in range(rounds):
+            for cell in todo:
+                folder = cell.folder(self.output, number)
+                if cell.has_ended(folder):
+                    continue
+                if time.monotonic() - begun > 60 * minutes:
+                    left_out = folder.relative_to(self.output)
+                    print(f"{minutes:g} minutes are over: {left_out} and what follows is left out", flush=True)
+                    return
+                if cell.way == RACKS:
+                    run_racks(self.job(cell), model, self.texts, folder)
+                else:
+                    run_ranks(self.job(cell), model, self.texts.training.ids, folder)
+                speed = self.figures(cell, folder).speed
+                print(f"{folder.relative_to(self.output)}: {speed:.0f} tokens/s", flush=True)
 
-    def held_folder(self, cell: Cell) -> Path:
-        """Where what autograd holds is counted."""
-        return self.output / "held" / f"{cell.ranks}-{cell.way}"
-
-    def folders(self, cell: Cell) -> Iterator[Path]:
-        """Of all rounds that are there."""
+    def rounds(self, cell: Cell) -> Iterator[Figures]:
+        """The figures of all rounds that are there."""
         for folder in sorted((self.output / "rounds").glob("*")):
-            there = cell.folder(self.output, int(folder.name))
-            if whole(cell, there):
-                yield there
+            own = cell.folder(self.output, int(folder.name))
+            if cell.has_ended(own):
+                yield self.figures(cell, own)
 
-    def held(self, cell: Cell) -> int | None:
-        """The most bytes that autograd held in a rank."""
-        folder = self.held_folder(cell)
-        if cell.way == PROCESSES or not whole(cell, folder):
-            return None
-        return max(int(record["held"]) for record in read_outcome(self.holding(cell), folder).records)
-
-
-def whole(cell: Cell, folder: Path) -> bool:
-    """Whether a run has ended."""
-    if cell.way == PROCESSES:
-        return is_there(folder, cell.ranks)
-    return all(record_of(folder, rank).is_file() for rank in range(cell.ranks))
+    def figures(self, cell: Cell, folder: Path) -> Figures:
+        """The figures of a run, from the end of the first step on."""
+        if cell.way == RACKS:
+            return figures_of_racks(cell, folder)
+        return figures_of_ranks(self.job(cell), folder)
 
 
-def figures_of(cell: Cell, folder: Path) -> Figures:
-    """What a run's ranks have written, from the end of the first step on."""
-    return figures_of_racks(cell, folder) if cell.way == PROCESSES else figures_of_ranks(folder)
-
-
-def figures_of_ranks(folder: Path) -> Figures:
+def figures_of_ranks(job: Job, folder: Path) -> Figures:
     """Of `run_ranks`."""
-    outcome = read_outcome(Job.read(folder), folder)
-    steps = outcome.job.optimisation.steps
-    totals = [Sums(outcome, rank) for rank in range(outcome.job.ranks)]
-    sent = [record["sent"] for record in outcome.records]
-    wanted = sum(each.wanted for each in totals)
+    records = read_records(job, folder)
+    steps = job.optimisation.steps
+    ends = [[end for _, end in record["times"]] for record in records]
+    seconds = max(each[-1] for each in ends) - max(each[WARM - 1] for each in ends)
+    idle = []
+    computed = 0.0
+    for rank, record in enumerate(records):
+        rows = timeline(record_of(folder, rank).with_name("timeline.csv"))
+        rows = rows[rows["step"] > WARM]
+        waited = rows.loc[rows["what"].isin(WAITING), "seconds"].sum()
+        idle.append(waited / (record["times"][-1][1] - record["times"][WARM - 1][1]))
+        passes = (rows["what"] == "compute") & rows["part"].isin(["forward", "backward"])
+        computed += rows.loc[passes, "seconds"].sum()
+    micro_batches = (steps - WARM) * job.optimisation.micro_batches
+    wanted = micro_batches * sum(paced_seconds(job, rank) for rank in range(job.ranks))
     return Figures(
-        outcome.tokens_per_second(WARM),
-        sum(each.get("forward", 0) for each in sent) / steps,
-        sum(each.get("backward", 0) for each in sent) / steps,
-        tuple(each.idle for each in totals),
-        max(record["peak"] for record in outcome.records),
-        sum(each.computed for each in totals) / wanted - 1 if wanted else 0.0,
+        micro_batches * job.optimisation.micro_batch * WINDOW / seconds,
+        sum(record["sent"].get("forward", 0) for record in records) / steps,
+        sum(record["sent"].get("backward", 0) for record in records) / steps,
+        sum(idle) / len(idle),
+        max(idle),
+        max(record["peak"] for record in records),
+        computed / wanted - 1 if wanted else 0.0,
     )
 
 
 def figures_of_racks(cell: Cell, folder: Path) -> Figures:
     """Of `run_racks`."""
-    runs = [RackRun(folder, rank, WARM) for rank in range(cell.ranks)]
-    steps, last = WARM + MEASURED, runs[-1]
+    sent = []
+    peaks = []
+    idle = []
+    computed = 0.0
+    for rank in range(cell.ranks):
+        traffic = read_json(rack_folder(folder, rank) / TRAFFIC_FILE)
+        sent.append(traffic["sent"]["forward"].get("training", {"bytes": 0})["bytes"])
+        peaks.append(traffic["peak"])
+        rows = timeline(rack_folder(folder, rank) / TIMELINE_FILE)
+        waits = rows[rows["what"].isin(WAITING) & (rows["kind"] == "training")]
+        measured = waits[waits["step"] > WARM]
+        begun = measured["start"].min()
+        work = rows[rows["what"] == "compute"]
+        last = waits["end"].max()
+        ended = work.loc[work["start"] >= last - 1e-5, "end"].min()
+        ended = last if pd.isna(ended) else ended
+        idle.append(measured["seconds"].sum() / (ended - begun))
+        computed += work.loc[work["start"].between(begun, ended, inclusive="left"), "seconds"].sum()
     paces = (float(each["least"]) for each in read_json(folder / PLAN_FILE)["options"]["pace"])
     wanted = MEASURED * BATCH * sum(paces)
     return Figures(
-        MEASURED * BATCH * WINDOW / (last.ended - last.begun),
-        sum(each.sent() for each in runs) / steps,
+        MEASURED * BATCH * WINDOW / (ended - begun),  # of the last rack
+        sum(sent) / (WARM + MEASURED),
         0.0,
-        tuple(each.idle for each in runs),
-        max(int(each.traffic["peak"]) for each in runs),
-        sum(each.computed for each in runs) / wanted - 1 if wanted else 0.0,
+        sum(idle) / len(idle),
+        max(idle),
+        max(peaks),
+        computed / wanted - 1 if wanted else 0.0,
     )
 
 
-class Sums:
-    """How a rank has spent its time since the first step.
-
-    Attributes:
-        idle: the share in which it waited.
-        computed: seconds of forward and backward passes.
-        wanted: seconds that these were to take; 0 where they were to take as long as they take.
-    """
-
-    def __init__(self, outcome: Outcome, rank: int) -> None:
-        times = outcome.records[rank]["times"]
-        begun, ended = times[WARM - 1][1], times[-1][1]
-        waited = self.computed = self.wanted = 0.0
-        for row in timeline(outcome.folder, rank):
-            if row["step"] <= WARM:
-                continue
-            seconds = row["end"] - row["start"]
-            if row["what"] in ("wait_input", "wait_room"):
-                waited += seconds
-            elif row["part"] in ("forward", "backward") and row["what"] == "compute":
-                self.computed += seconds
-        self.idle = waited / (ended - begun)
-        if outcome.job.unit:
-            self.wanted = (
-                (len(times) - WARM)
-                * outcome.job.optimisation.micro_batches
-                * paced_seconds(outcome.job, rank, outcome.job.schedule)
-            )
+def timeline(path: Path) -> pd.DataFrame:
+    """The rows of a rank or a rack, with how long each took."""
+    rows = pd.read_csv(path)
+    return rows.assign(seconds=rows["end"] - rows["start"])
 
 
-def timeline(folder: Path, rank: int) -> list[dict[str, Any]]:
-    """A rank's rows; times in seconds, steps as whole numbers."""
-    with (folder / f"rank-{rank}" / "timeline.csv").open(newline="", encoding="utf-8") as file:
-        rows: list[dict[str, Any]] = list(csv.DictReader(file))
-    for row in rows:
-        row |= {"start": float(row["start"]), "end": float(row["end"]), "step": int(row["step"])}
-    return rows
+def run_racks(job: Job, model: PreTrainedModel, texts: TrainTexts, folder: Path) -> None:
+    """Train in surgeon's processes."""
+    layers = job.config.num_hidden_layers
+    program = Program.dense(layers)
+    racks = Racks.parse([f"{span.start}:{span.stop}" for span in cut(layers, job.ranks)], program, CODA)
+    paces = [RackPace(job.factor(rank), paced_seconds(job, rank)) for rank in range(job.ranks)]
+    options = ProcessOptions(ahead=AHEAD, link=job.link, pace=tuple(paces), threads=1)
+    whole = edit(copy.deepcopy(model), program)
+    settings = job.optimisation.settings()
+    train_in_processes(RacksToTrain(whole, racks, texts, settings, folder, seed=job.optimisation.seed), options)
 
 
-def speed(figures: Figures) -> float:
-    """Tokens per second."""
-    return figures.speed
-
-
-def median(rounds: Sequence[Figures], of: Callable[[Figures], float]) -> float:
-    """Of a figure over rounds."""
-    return statistics.median(of(each) for each in rounds)
+def paced_seconds(job: Job, rank: int) -> float:
+    """The seconds that a micro-batch is to take in a rank, forward and backward."""
+    units = job.config.num_hidden_layers / job.ranks
+    if rank == job.ranks - 1:
+        units += head_units(job.config)
+    elif job.schedule not in SCHEDULES:
+        units += CODA + head_units(job.config)
+    return 3 * units * job.unit * job.factor(rank)

@@ -3,10 +3,9 @@
     python scripts/bench/racks.py -o FOLDER [--rounds N] [--ranks 2,4] [--links none,1ms,10MB/s,1MB/s,slow]
                                   [--minutes M] [--layers N] [--compute SECONDS] [--table]
 
-The same model, windows, order, micro-batches, ranks (processes over gloo), messages and link: GPipe, 1F1B and
-interleaved 1F1B of `torch.distributed.pipelining` (scripts/bench/pipelined.py), and racks with codas of one layer
-(scripts/bench/local_ranks.py); and these by surgeon's own processes (scripts/bench/rack_processes.py), which also
-measure held-out text and save checkpoints. Rounds go through all of them in turn; medians are printed, with
+The same model, windows, order, micro-batches, processes and link: GPipe, 1F1B and interleaved 1F1B of
+`torch.distributed.pipelining` (scripts/bench/pipelined_ranks.py), and surgeon's racks with codas of one layer, which
+also measure held-out text and save checkpoints. Rounds go through all of them in turn; medians are printed, with
 lowest and highest, and the highest are compared: what else runs on a machine only ever takes from them. The last column
 says how much: by how much computing took longer than it was to take. In `slow` the second rank takes twice as long for
 whatever it computes.
@@ -17,8 +16,8 @@ sleeps for the rest. --compute 0 lets it take what it takes, which means somethi
 A figure then is that of ranks that compute at this speed, behind such a link; the numbers that are trained are real.
 
 Bytes are those of messages between neighbours, all links together. Idle is the share of a rank's time in which it waits
-for a message, or for one to leave; mean and largest over ranks. Memory: what autograd holds for backward passes, the
-rank that holds most, counted in runs of their own; and the most resident bytes of a rank, interpreter and all.
+for a message, or for one to leave; mean and largest over ranks. Memory is the most resident bytes of a rank,
+interpreter and all.
 
 Killed, the same command goes on with what is missing; --minutes is a limit after which nothing new begins.
 """
@@ -26,53 +25,51 @@ Killed, the same command goes on with what is missing; --minutes is a limit afte
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
-from scripts.bench.rack_bench import HIDDEN, LINKS, NAMES, Bench, Cell, Figures, cells, figures_of, median, speed
+from scripts.bench.rack_bench import HIDDEN, LINKS, NAMES, Bench, Cell, Figures, cells
+from scripts.commands import make_parser
+from scripts.markdown import format_table
+
+COLUMNS = ["ranks", "link", "way", "tokens/s (low, high)", "to 1F1B", "MB a step forward, back", "idle mean, most"]
+COLUMNS += ["resident, MB", "computing over time"]
 
 
 def show(bench: Bench, todo: Sequence[Cell]) -> None:
     """Print the table of what is there."""
-    found = {cell: [figures_of(cell, folder) for folder in bench.folders(cell)] for cell in todo}
-    found = {cell: rounds for cell, rounds in found.items() if rounds}
+    found = {cell: rounds for cell in todo if (rounds := list(bench.rounds(cell)))}
     layers = bench.config.num_hidden_layers
     took = f"computing takes {1000 * bench.unit:g} ms per layer" if bench.unit else "computing takes what it takes"
     print(f"\n{layers} layers x {HIDDEN}, {bench.optimisation.micro_batches} micro-batches a step, {took}\n")
-    print("| ranks | link | way | tokens/s (low, high) | to 1F1B | MB a step forward, back | idle mean, most ", end="")
-    print("| held by autograd, MB | resident, MB | computing over time |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    for cell, rounds in found.items():
-        print(row_of(bench, cell, rounds, found.get(replace(cell, way="1f1b"))))
+    rows = [row_of(cell, rounds, found.get(replace(cell, way="1f1b"), [])) for cell, rounds in found.items()]
+    print("\n".join(format_table(COLUMNS, rows, left=range(len(COLUMNS)))))
 
 
-def row_of(bench: Bench, cell: Cell, rounds: Sequence[Figures], base: Sequence[Figures] | None) -> str:
-    """One row of the table."""
+def row_of(cell: Cell, rounds: Sequence[Figures], base: Sequence[Figures]) -> list[object]:
     speeds = [each.speed for each in rounds]
-    against = "" if base is None else f"{max(speeds) / max(map(speed, base)) - 1:+.0%}"
-    held, mean = bench.held(cell), median(rounds, lambda each: statistics.mean(each.idle))
-    columns = [
-        str(cell.ranks),
+    middle = Figures(*map(median, zip(*rounds, strict=True)))
+    against = f"{max(speeds) / max(each.speed for each in base) - 1:+.0%}" if base else ""
+    return [
+        cell.ranks,
         cell.link,
         NAMES[cell.way],
-        f"{statistics.median(speeds):.0f} ({min(speeds):.0f}, {max(speeds):.0f})",
+        f"{middle.speed:.0f} ({min(speeds):.0f}, {max(speeds):.0f})",
         against,
-        f"{rounds[0].forward / 1e6:.2f}, {rounds[0].backward / 1e6:.2f}",
-        f"{mean:.0%}, {median(rounds, lambda each: max(each.idle)):.0%}",
-        "" if held is None else f"{held / 1e6:.1f}",
-        f"{median(rounds, lambda each: each.resident) / 1e6:.0f}",
-        f"{median(rounds, lambda each: each.paced):+.0%}",
+        f"{middle.forward / 1e6:.2f}, {middle.backward / 1e6:.2f}",
+        f"{middle.idle:.0%}, {middle.most_idle:.0%}",
+        f"{middle.resident / 1e6:.0f}",
+        f"{middle.paced:+.0%}",
     ]
-    return f"| {' | '.join(columns)} |"
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ranks", default="4,2", type=lambda text: [int(each) for each in text.split(",")])
@@ -86,7 +83,8 @@ def _parse() -> argparse.Namespace:
 
 def main() -> None:
     arguments = _parse()
-    bench, todo = Bench(arguments), cells(arguments.ranks, arguments.links)
+    bench = Bench(arguments)
+    todo = cells(arguments.ranks, arguments.links)
     if not arguments.table:
         bench.measure(todo, arguments.rounds, arguments.minutes)
     show(bench, todo)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from surgeon.runtime.model.linear import Product, laid_out
 
-READ_BYTES, READ_PIECES = 1 << 28, 64
+READ_BYTES = 1 << 28
+READ_PIECES = 64
 WEIGHT_BYTES = 1 << 29
 TIMES = 10
 TOKENS = 8  # that oneDNN is told to expect; it chooses the same layout for all numbers but 1
@@ -26,7 +27,8 @@ TOKENS = 8  # that oneDNN is told to expect; it chooses the same layout for all 
 
 def layer_shapes(size: Mapping[str, int]) -> list[tuple[int, int]]:
     """Outputs and inputs of the products of a layer: q, k, v as one, and gate, up as one."""
-    hidden, wide = size["hidden_size"], size["intermediate_size"]
+    hidden = size["hidden_size"]
+    wide = size["intermediate_size"]
     head = hidden // size["num_attention_heads"]
     qkv = hidden + 2 * size["num_key_value_heads"] * head
     return [(qkv, hidden), (hidden, hidden), (2 * wide, hidden), (hidden, wide)]
@@ -68,7 +70,8 @@ class Rooflines:
         if batch == 1:
             reading = self.reading() / self._bytes
             return Rates(reading, reading)
-        own, onednn = self.products(batch), self.products(batch, by_onednn=True)
+        own = self.products(batch)
+        onednn = self.products(batch, by_onednn=True)
         return Rates(batch * self._share / onednn, batch * self._share / min(own, onednn))
 
     def reading(self) -> float:

@@ -10,25 +10,23 @@ of decoding passes, and behind the time to the first token of that. "Halves" is 
 take turns (surgeon/runtime/model/engine.py), which texts alone have of their prompts only.
 A link is a delay per collective (1ms) or a bandwidth (10MB/s); +int8 or +int4 sends reductions as integers.
 
-Expected: every decoding pass is run again on clocks, with what each rank took to compute each step of it, and a delay
-d per collective: a dense program costs c + d per step, LP saves whole steps' d, a ladder's period is max(c, (c + d) /
-2), and no less than what the bytes of one keep a link of little bandwidth busy. Of an emulated link d is known; of
-shared memory and gloo it is what makes dense's expectation right. Syncs are those of the program's steps; two more per
-pass belong to the embedding and the head.
+Expected: every decoding pass is run again on clocks, with the seconds that each rank took to compute it, in equal parts
+for its sublayers, and a delay d per collective: a dense program costs c + d per step, LP saves whole steps' d, a
+ladder's period is max(c, (c + d) / 2), and no less than what the bytes of one keep a link of little bandwidth busy. Of
+an emulated link d is known; of shared memory and gloo it is what makes dense's expectation right. Syncs are those of
+the program's steps; two more per pass belong to the embedding and the head.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
-
-from transformers.utils import logging
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
@@ -37,13 +35,17 @@ from scripts.bench.decoding import (
     RANKS,
     add_options,
     compared,
+    format_section,
     parse,
     random_model,
     write_tables,
 )
-from scripts.bench.expected import ENDS, expected_decode
-from surgeon.benchmarks.measure import RankBench, Result, Split
+from scripts.bench.expected import ENDS, computing, expected_decode
+from scripts.commands import make_parser
+from scripts.markdown import format_table
+from surgeon.benchmarks.measure import RankBench, Result, bench_record, bench_table
 from surgeon.benchmarks.timing import RankRun
+from surgeon.cost.clocks import Transfer
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.progress import progress
@@ -53,15 +55,12 @@ from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.options import RankOptions
 from surgeon.runtime.worker.ranks import Ranks
-from surgeon.threads import threads_per_rank
 
-UPPER_BOUND, HALVES = "upper bound", "halves"
+UPPER_BOUND = "upper bound"
+HALVES = "halves"
 WAYS = ("shm", "gloo", "1ms", "0.2ms")
-COLUMNS = (
-    *("batch", "program", "depth", "syncs", "tokens/s", "x dense", "first", "x dense", "compute", "waiting"),
-    *("per token", "expected", "off by"),
-)
-HEAD = "| " + " | ".join(COLUMNS) + " |\n|--:|:--|" + "--:|" * (len(COLUMNS) - 2)
+COLUMNS = ["batch", "program", "depth", "syncs", "tokens/s", "x dense", "first", "x dense", "compute", "waiting"]
+COLUMNS += ["per token", "expected", "off by"]
 
 
 @dataclass(frozen=True)
@@ -116,91 +115,74 @@ def measure_plans(ranks: Ranks, plans: Mapping[str, Plan], name: str, options: a
         return bench.measure(loads, options.rounds, advance)
 
 
-def decoding(result: Result) -> list[Split]:
-    """Where decoding passes' time goes, by round."""
-    return [one.decode_pass for one in result.rounds if one.decode_pass is not None]
-
-
-def delays(way: Way, dense: Result) -> list[tuple[float, float]]:
-    """Seconds of a collective, by round: its delay, and before that what its bytes keep the line busy."""
-    program = Program.parse(dense.plan.program)
-    collectives = program.sync_points(RANKS) + ENDS
+def transfers(way: Way, dense: Result) -> list[Transfer]:
+    """A collective by round: its delay, and before that the seconds in which its bytes keep the line busy."""
     if way.link is None:
-        measured = zip(dense.rounds, dense.runs, strict=True)
-        return [((one.per_token - expected_decode(program, runs, 0.0)) / collectives, 0.0) for one, runs in measured]
-    calls = [split.layers for split in decoding(dense)]
-    return [(way.link.delay, one.bytes / (one.all_reduces + one.all_gathers) / way.link.bandwidth) for one in calls]
+        program = Program.parse(dense.plan.program)
+        collectives = program.sync_points(RANKS) + ENDS
+        alone = [expected_decode(program, runs, Transfer()) for runs in dense.runs]
+        pairs = zip(dense.rounds, alone, strict=True)
+        return [Transfer(delay=(one.per_token - seconds) / collectives) for one, seconds in pairs]
+    calls = [one.decode_pass.layers for one in dense.rounds if one.decode_pass is not None]
+    sizes = (one.bytes / (one.all_reduces + one.all_gathers) for one in calls)
+    return [Transfer(line=size / way.link.bandwidth, delay=way.link.delay) for size in sizes]
 
 
-def expected(result: Result, dense: Result, each: Sequence[tuple[float, float]]) -> float:
-    """Seconds per token, the median over rounds; without communication, what dense's slowest rank computes."""
+def expected(result: Result, dense: Result, each: Sequence[Transfer]) -> float:
+    """Seconds per token, the median over rounds; without communication, those of dense's slowest rank."""
     if not result.connected:
-        return median(max(map(computing, runs)) for runs in dense.runs)
+        return median(max(map(computing_of, runs)) for runs in dense.runs)
     program = Program.parse(result.plan.program)
     parts = 2 if result.plan.halves == "on" and result.load.batch > 1 else 1
-    return median(
-        expected_decode(program, runs, *one, parts=parts) for runs, one in zip(result.runs, each, strict=True)
-    )
+    return median(expected_decode(program, runs, one, parts) for runs, one in zip(result.runs, each, strict=True))
 
 
-def computing(run: RankRun) -> float:
+def computing_of(run: RankRun) -> float:
     """Seconds that a rank computes per decoding pass."""
-    return fmean(one.seconds - (one.waiting or 0.0) for one in run.passes if one.decode)
+    return fmean(computing(one) for one in run.passes if one.decode)
 
 
-def lines(way: Way, results: Sequence[Result], options: argparse.Namespace) -> Iterator[str]:
-    yield f"### {way.name}"
-    yield ""
-    yield f"Prompt {options.prompt}, {options.new} new tokens, {options.rounds} rounds. Times are ms per pass."
-    yield ""
-    yield HEAD
-    for result in results:
-        yield row(way, result, next(one for one in results if one.load == result.load))
+def rows(way: Way, results: Sequence[Result]) -> list[list[object]]:
+    """The table's, of results of which the dense one of each load comes first."""
+    dense = {result.load: result for result in reversed(results)}
+    pairs = zip(results, bench_table(results).itertuples(), strict=True)
+    return [row(way, result, dense[result.load], figures) for result, figures in pairs]
 
 
-def row(way: Way, result: Result, dense: Result) -> str:
-    plan, connected = result.plan, result.connected
-    program = Program.parse(plan.program)
-    per_token = median(one.per_token for one in result.rounds)
-    rounds = list(zip(dense.rounds, result.rounds, strict=True))
-    ratios = [base.per_token / own.per_token for base, own in rounds]
-    firsts = [base.first_token / own.first_token for base, own in rounds]
-    foreseen = expected(result, dense, delays(way, dense))
-    cells = [
-        str(result.load.batch),
+def row(way: Way, result: Result, dense: Result, figures: Any) -> list[object]:
+    foreseen = 1e3 * expected(result, dense, transfers(way, dense))
+    return [
+        result.load.batch,
         result.name,
-        f"{program.effective_depth():g}",
-        str(program.sync_points(RANKS) if connected else 0),
-        f"{result.load.batch / per_token:.1f}",
-        f"{median(ratios):.2f}",
-        f"{1e3 * median(one.first_token for one in result.rounds):.1f}",
-        f"{median(firsts):.2f}",
-        f"{1e3 * median(split.compute for split in decoding(result)):.1f}",
-        f"{1e3 * median(split.waiting for split in decoding(result)):.1f}",
-        f"{1e3 * per_token:.1f}",
-        f"{1e3 * foreseen:.1f}",
-        f"{per_token / foreseen - 1:+.0%}",
+        f"{figures.effective_depth:g}",
+        figures.sync_points,
+        f"{1e3 * result.load.batch / figures.per_token_ms:.1f}",
+        f"{figures.per_token_speedup:.2f}",
+        f"{figures.first_token_ms:.1f}",
+        f"{figures.first_token_speedup:.2f}",
+        f"{figures.decode_compute_ms:.1f}",
+        f"{figures.decode_waiting_ms:.1f}",
+        f"{figures.per_token_ms:.1f}",
+        f"{foreseen:.1f}",
+        f"{figures.per_token_ms / foreseen - 1:+.0%}",
     ]
-    return "| " + " | ".join(cells) + " |"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--links", nargs="+", type=parse_way, default=[*map(parse_way, WAYS)])
     parser.add_argument("--programs", nargs="+", choices=[*programs()], default=[*programs()], help="dense among them")
     add_options(parser)
     options = parse(parser)
-    logging.disable_progress_bar()
     texts: list[str] = []
     record: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = random_model(Path(temporary) / "random")
         for way in options.links:
             results = measure_way(way, folder, options)
-            load = f"{threads_per_rank(RANKS)} thread per rank; load average {os.getloadavg()[0]:.1f} at the end."
-            texts.append("\n".join([*lines(way, results, options), "", f"{load}\n"]))
-            record[way.name] = [{"program": one.name, **asdict(one.load),
-                                 "rounds": [asdict(each) for each in one.rounds]} for one in results]  # fmt: skip
+            table = format_table(COLUMNS, rows(way, results), left=(1,))
+            texts.append(format_section(way.name, options, table, RANKS))
+            record[way.name] = bench_record(results)
             print(texts[-1], flush=True)
     write_tables(options.output, texts, record)
 

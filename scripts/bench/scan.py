@@ -26,8 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from scipy import stats
 from torch import Tensor
 from torch.nn import functional
@@ -38,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts fi
 import surgeon
 from scripts.bench.busy import neighbour
 from scripts.bench.decoding import random_llama
+from scripts.markdown import print_table
 from surgeon.analysis.cells import SCANNED, Cell, scan_cells, select
 from surgeon.analysis.engine.measure import MeasureOptions, measure
 from surgeon.analysis.engine.memory import TOKENS_AT_ONCE
@@ -53,6 +52,7 @@ from surgeon.quality.head import ByWindow, OutputHead, ReferencePredictions
 
 TOLERANCE = 1e-4  # relative, and in nats absolute where a divergence is next to nothing
 CHECK_EVERY = 23  # cells
+COLUMNS = ["maps", "cells", "loop s", "shared s", "times faster", "in processor time", "bound by sublayers"]
 
 Numbers = tuple[float, float]  # perplexity, divergence
 Seconds = tuple[float, float]  # wall clock, and processor time, which other programs on the machine disturb less
@@ -83,7 +83,8 @@ class Bench:
     """A model, its windows, and both ways of measuring programs on them."""
 
     def __init__(self, model: PreTrainedModel, ids: Tensor) -> None:
-        self.model, self.ids = model, ids
+        self.model = model
+        self.ids = ids
         self.at_once = max(1, TOKENS_AT_ONCE["cpu"] // ids.shape[1])
         self.dense = Program.dense(model.config.num_hidden_layers, family_of(model.config).steps_per_layer)
         self.head = OutputHead(model)
@@ -128,7 +129,8 @@ class Bench:
     @torch.inference_mode()
     def explicit(self, program: Program) -> Numbers:
         """Perplexity and divergence from full logits."""
-        nll, divergence = [], []
+        nll = []
+        divergence = []
         for chunk in self.ids.split(1):
             surgeon.restore(self.model)
             original = self.model(input_ids=chunk, use_cache=False).logits[0, :-1].log_softmax(-1)
@@ -173,7 +175,8 @@ def screened(model: PreTrainedModel, windows: Windows, rows: list[Row], every: i
     rank = stats.spearmanr(full.cells["perplexity"][good], found.cells["perplexity"][good]).statistic
     used = found.cells["tokens"].mean() / full.cells["tokens"].max()
     record = found.record
-    loop_sublayers, sublayers = record["sublayers_of_a_loop"]["total"], record["sublayers_run"]["total"]
+    loop_sublayers = record["sublayers_of_a_loop"]["total"]
+    sublayers = record["sublayers_run"]["total"]
     note = f"rank correlation {rank:.4f} over {good.sum()} cells, {used:.0%} of the tokens"
     return Row("five, --screen", len(found.cells), *_loops(rows), ours, loop_sublayers, sublayers, note)
 
@@ -188,7 +191,8 @@ def _loops(rows: list[Row]) -> tuple[Seconds]:
 
 
 def _timed(work: Callable[[], Any]) -> tuple[Any, Seconds]:
-    wall, processor = time.perf_counter(), time.process_time()
+    wall = time.perf_counter()
+    processor = time.process_time()
     result = work()
     return result, (time.perf_counter() - wall, time.process_time() - processor)
 
@@ -203,18 +207,11 @@ def _difference(a: Numbers, b: Numbers) -> float:
     return max(abs(a[0] - b[0]) / b[0], abs(a[1] - b[1]) / max(abs(b[1]), 0.01))
 
 
-def table_of(title: str, rows: list[Row]) -> Table:
-    table = Table(title=title, title_justify="left")
-    headings = ("maps", "cells", "loop s", "shared s", "times faster", "in processor time", "bound by sublayers")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "maps" else "right")
-    for row in rows:
-        processor = row.loop[1] / row.ours[1]
-        seconds = f"{row.loop[0]:.1f}", f"{row.ours[0]:.1f}"
-        table.add_row(
-            row.name, f"{row.cells:,}", *seconds, f"{row.times_faster:.2f}", f"{processor:.2f}", f"{row.bound:.2f}"
-        )
-    return table
+def cells_of(row: Row) -> list[str]:
+    """Of the table."""
+    numbers = [row.times_faster, row.loop[1] / row.ours[1], row.bound]
+    seconds = [f"{row.loop[0]:.1f}", f"{row.ours[0]:.1f}"]
+    return [row.name, f"{row.cells:,}", *seconds, *(f"{number:.2f}" for number in numbers)]
 
 
 def demo_case(tokens: int) -> tuple[PreTrainedModel, Windows]:
@@ -258,7 +255,6 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    console = Console(width=110)
     cases = {"demo": (lambda: demo_case(arguments.tokens), 1), "random": (random_case, arguments.every)}
     for name, (made, every) in cases.items():
         if arguments.only in (None, name):
@@ -270,10 +266,10 @@ def main() -> None:
                 f"{name}: {model.config.num_hidden_layers} layers, {windows.ids.numel():,} tokens in windows of "
                 f"{windows.ids.shape[1]}, {torch.get_num_threads()} threads{beside}"
             )
-            console.print(table_of(title, rows))
+            print_table(title, COLUMNS, map(cells_of, rows))
             for row in rows:
                 if row.note:
-                    console.print(f"{row.name}: {row.note}")
+                    print(f"{row.name}: {row.note}")
 
 
 if __name__ == "__main__":

@@ -91,7 +91,9 @@ def free_port() -> int:
 
 def command_of(server: str, options: argparse.Namespace, port: int) -> list[str]:
     """What starts a server."""
-    longest, batch, ranks = options.prompt + options.new + 8, str(options.max_batch), str(options.ranks)
+    longest = options.prompt + options.new + 8
+    batch = str(options.max_batch)
+    ranks = str(options.ranks)
     if server == "surgeon":
         more = ["--tp", ranks, "--port", str(port), "--served-model-name", NAME]
         return [*SURGEON, str(options.model), *more, "--max-batch", batch, "--max-tokens", str(longest)]
@@ -116,7 +118,8 @@ def serving(server: str, options: argparse.Namespace, log: Path) -> Iterator[str
     """A running server's address; it and all that it has started have ended afterwards."""
     port = free_port()
     with log.open("w") as written:
-        command, told = command_of(server, options, port), environment(server, options)
+        command = command_of(server, options, port)
+        told = environment(server, options)
         process = subprocess.Popen(command, env=told, stdout=written, stderr=written, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
     try:

@@ -90,7 +90,9 @@ def direction(heading: str, anywhere: bool) -> int:
     words = set(re.findall(r"[a-z/']+", heading.lower()))  # the s of "oneDNN's" is no unit
     if words & (MORE_ANYWHERE if anywhere else MORE_ANYWHERE | MORE_HERE):
         return 1
-    return -1 if words & (LESS_ANYWHERE if anywhere else LESS_ANYWHERE | LESS_HERE) else 0
+    if words & (LESS_ANYWHERE if anywhere else LESS_ANYWHERE | LESS_HERE):
+        return -1
+    return 0
 
 
 def worse(before: str, now: str, tolerance: float, anywhere: bool) -> list[Worse]:
@@ -104,6 +106,8 @@ def worse(before: str, now: str, tolerance: float, anywhere: bool) -> list[Worse
 
 def _changes(before: dict[Cell, float], now: dict[Cell, float], tolerance: float, anywhere: bool) -> Iterable[Worse]:
     for cell in before.keys() & now.keys():
-        way, old, new = direction(cell.column, anywhere), before[cell], now[cell]
+        way = direction(cell.column, anywhere)
+        old = before[cell]
+        new = now[cell]
         if way and old > 0 and new > 0 and (times := old / new if way > 0 else new / old) > 1 + tolerance:
             yield Worse(cell, old, new, times)

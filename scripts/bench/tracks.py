@@ -25,18 +25,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
-from scripts.bench.decoding import llama_config, write_tables
-from surgeon.benchmarks.measure import Measurement, RankBench, Result, summarise
+from scripts.bench.decoding import DENSE, llama_config, parse, write_tables
+from scripts.commands import make_parser
+from scripts.markdown import format_table
+from surgeon.benchmarks.measure import RankBench, Result, bench_record, bench_table, summarise
 from surgeon.cost.workload import Workload
 from surgeon.language.operations import tracks
 from surgeon.language.program import Program
@@ -50,10 +50,7 @@ from surgeon.training.scratch.tracks import count_parameters, narrow, track_prog
 
 LAYERS = 16
 CONFIG = llama_config(num_hidden_layers=LAYERS)
-DENSE = "dense"
-HEAD = """\
-| batch | program | syncs | KB | first token, ms | | per token, ms | | tokens/s | |
-|--:|:--|--:|--:|--:|--:|--:|--:|--:|--:|"""
+COLUMNS = ["batch", "program", "syncs", "KB", "first token, ms", "", "per token, ms", "", "tokens/s", ""]
 
 
 @dataclass(frozen=True)
@@ -91,7 +88,8 @@ def measure_link(models: Models, delay: float, until: float, options: argparse.N
     with Ranks(RankOptions(models.ranks, collectives="shm", link=link)) as ranks:
         bench = RankBench.load(ranks, plans)
         results = bench.measure(loads, 0, lambda _: None)  # warms up
-        began, took = time.monotonic(), 0.0
+        began = time.monotonic()
+        took = 0.0
         while not results[0].rounds or time.monotonic() + took < until:
             for result in results:
                 runs = bench.run(result.name, result.load)
@@ -110,30 +108,23 @@ def lines(models: Models, delay: float, results: Sequence[Result], options: argp
         f"{native.num_attention_heads} heads, {native.num_key_value_heads} KV heads and {native.intermediate_size} "
         f"neurons. Prompt {options.prompt}, {options.new} new tokens, {len(results[0].rounds)} rounds.\n"
     )
-    yield HEAD
-    for result in results:
-        yield row(result, next(one for one in results if one.load == result.load))
+    yield from format_table(COLUMNS, rows(results), left=(1,))
 
 
-def row(result: Result, dense: Result) -> str:
-    split = result.rounds[0].decode_pass
-    assert split is not None
-    cells = [str(result.load.batch), result.name, str(split.layers.all_reduces)]
-    cells.append(f"{split.layers.bytes / result.load.batch / 1e3:.1f}")
-    for figure, scale in (("first_token", 1e3), ("per_token", 1e3), ("rate", 1.0)):
-        own, others = ([figure_of(one, figure) for one in found.rounds] for found in (result, dense))
-        change = median(mine / other for mine, other in zip(own, others, strict=True)) - 1
-        cells += [f"{scale * median(own):.1f}", "" if result is dense else f"{change:+.0%}"]
-    return "| " + " | ".join(cells) + " |"
-
-
-def figure_of(measured: Measurement, name: str) -> float:
-    """One of its figures, by name."""
-    return float(getattr(measured, name))
+def rows(results: Sequence[Result]) -> Iterator[list[object]]:
+    """The table's, of results of which the dense one of each load comes first."""
+    for one in bench_table(results).itertuples():
+        changes = (1 / one.first_token_speedup, 1 / one.per_token_speedup, one.tokens_per_second_speedup)
+        first, each, whole = ("" if one.program == DENSE else f"{change - 1:+.0%}" for change in changes)
+        yield [
+            *(one.batch, one.program, one.decode_all_reduces, f"{one.decode_bytes / one.batch / 1e3:.1f}"),
+            *(f"{one.first_token_ms:.1f}", first, f"{one.per_token_ms:.1f}", each),
+            *(f"{one.tokens_per_second:.1f}", whole),
+        ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--links", nargs="+", type=float, default=[0.0, 0.2, 1.0], help="delays in ms; 0 is none")
     parser.add_argument("--depths", nargs="+", type=int, default=[1, 2, 4, 8])
@@ -142,11 +133,10 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=12)
     parser.add_argument("--minutes", type=float, default=10.0, help="to share out; at least one round is run of each")
     parser.add_argument("-o", "--output", type=Path, help="write the tables here too, every round beside it as JSON")
-    options = parser.parse_args()
-    if options.new < 2:
-        parser.error("--new must be at least 2: the first token comes out of the prompt's pass")
-    logging.disable_progress_bar()
-    began, texts, record = time.monotonic(), list[str](), dict[str, object]()
+    options = parse(parser)
+    began = time.monotonic()
+    texts: list[str] = []
+    record: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as temporary:
         for place, number in enumerate(options.ranks):
             models = Models.write(Path(temporary), number)
@@ -154,10 +144,7 @@ def main() -> None:
                 share = (place * len(options.links) + nth) / (len(options.ranks) * len(options.links))
                 results = measure_link(models, delay, began + 60 * options.minutes * share, options)
                 texts.append("\n".join(lines(models, delay, results, options)) + "\n")
-                record[f"{number} ranks, {delay:g} ms"] = [
-                    {"program": one.name, **asdict(one.load), "rounds": [asdict(each) for each in one.rounds]}
-                    for one in results
-                ]
+                record[f"{number} ranks, {delay:g} ms"] = bench_record(results)
                 print(texts[-1], flush=True)
     texts.append(
         f"{platform.processor() or platform.machine()}, {usable_cores()} cores, threads per rank: "

@@ -115,7 +115,8 @@ def _read(row: Row) -> Case:
 
 
 def _with_speedup(case: Case, printed: Mapping[Run, float]) -> Case:
-    value, unit = case.printed, case.unit
+    value = case.printed
+    unit = case.unit
     scale = {"ms": 1e-3, "as printed": 1e-6}.get(unit)
     case = replace(case, seconds=value * scale if scale else None)
     if case.baseline is None:
@@ -168,7 +169,9 @@ def _lp_profile(text: str, _row: Row) -> tuple[Run, Run | None]:
     way, part = _matched(r"two layers, (tp|lp), (total|all-reduce|compute), 2 x RTX 4090", text).groups()
     base = replace(_LP, model="llama3.2-3b", hardware="rtx-4090", graphs=True, stack="graphs", prompt=128)
     base = replace(base, measure=_PARTS[part], per_layers=2)
-    return (base, None) if way == "tp" else (replace(base, system="lp:14:28"), base)
+    if way == "tp":
+        return (base, None)
+    return (replace(base, system="lp:14:28"), base)
 
 
 _LADDER = Run("llama3-70b", "dense", "h100-sxm", 8, 4, 1024, 512, "graphs", True, "rate")
@@ -209,7 +212,9 @@ def _tracks(text: str, _row: Row) -> tuple[Run, Run | None]:
     measures: dict[str, Measure] = {"throughput": "rate", "ttft_ms": "first", "tpot_ms": "token"}
     base = replace(_TRACKS, stack=stack, prompt=int(prompt), new=int(new or 1), measure=measures[measure])
     base = replace(base, batch=256 if measure == "throughput" else 1)
-    return (base, None) if depth is None else (replace(base, system=f"tracks:{depth}"), base)
+    if depth is None:
+        return (base, None)
+    return (replace(base, system=f"tracks:{depth}"), base)
 
 
 _DEINFER = Run("llama3-70b", "base", "a800-sxm", 2, 128, 32, 256, "deinfer", False, "token")
@@ -223,7 +228,9 @@ def _deinfer_serving(text: str, _row: Row) -> tuple[Run, Run | None]:
     model = {"70b": "llama3-70b", "65b": "llama-65b", "opt30b": "opt-30b"}[size]
     base = replace(_DEINFER, model=model, link=_WIRES[wires], ranks=int(ranks))
     base = replace(base, measure="first") if measure == "ttft" else replace(base, batch=_DECODED)
-    return (base, None) if way == "base" else (replace(base, system="deinfer"), base)
+    if way == "base":
+        return (base, None)
+    return (replace(base, system="deinfer"), base)
 
 
 def _deinfer_layer(text: str, _row: Row) -> tuple[Run, Run | None]:
@@ -231,7 +238,9 @@ def _deinfer_layer(text: str, _row: Row) -> tuple[Run, Run | None]:
     ranks, wires, way, part = _matched(pattern, text).groups()
     base = replace(_DEINFER, ranks=int(ranks), link=_WIRES[wires], batch=16, new=1, per_layers=1)
     base = replace(base, measure="compute" if part == "compute" else "exchange")
-    return (base, None) if way == "base" else (replace(base, system="deinfer"), base)
+    if way == "base":
+        return (base, None)
+    return (replace(base, system="deinfer"), base)
 
 
 READERS: dict[str, Reader] = {

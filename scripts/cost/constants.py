@@ -72,7 +72,9 @@ def _text(hardware: Hardware, seconds: float, run: Run) -> Hardware:
 def _links(change: Callable[[Algorithm, float], Algorithm], staged: bool) -> Apply:
     def changed(each: Algorithm, link: str, factor: float) -> Algorithm:
         through_host = is_staged(link) and each.kind != "sharp"  # the switch needs no peer to peer
-        return change(each, factor) if through_host == staged else each
+        if through_host == staged:
+            return change(each, factor)
+        return each
 
     def apply(hardware: Hardware, factor: float, _: Run) -> Hardware:
         links = {
@@ -106,11 +108,15 @@ def _low_latency(algorithm: Algorithm) -> bool:
 
 
 def _small(algorithm: Algorithm, factor: float) -> Algorithm:
-    return replace(algorithm, share=scaled(algorithm.share, factor, 1.0)) if _low_latency(algorithm) else algorithm
+    if _low_latency(algorithm):
+        return replace(algorithm, share=scaled(algorithm.share, factor, 1.0))
+    return algorithm
 
 
 def _large(algorithm: Algorithm, factor: float) -> Algorithm:
-    return algorithm if _low_latency(algorithm) else replace(algorithm, share=scaled(algorithm.share, factor, 1.0))
+    if _low_latency(algorithm):
+        return algorithm
+    return replace(algorithm, share=scaled(algorithm.share, factor, 1.0))
 
 
 def _contention(hardware: Hardware, value: float, _: Run) -> Hardware:

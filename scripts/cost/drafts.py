@@ -7,7 +7,6 @@ Prints every cell as CSV. A row of maps for each draft, one for each acceptance,
 
 from __future__ import annotations
 
-import argparse
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -18,6 +17,7 @@ import pandas as pd
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 import surgeon
+from scripts.commands import make_parser
 from surgeon.findings.drawing import sheet
 from surgeon.findings.prediction import drafts_picture
 from surgeon.opened import open_model
@@ -41,13 +41,14 @@ def predict(shapes: str, hardware: str, draft: str) -> tuple[pd.DataFrame, list[
 
 def main() -> None:
     """Predict, print, draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--shapes", default=str(SHAPES / "llama-70b-64kv.json"))
     parser.add_argument("--hardware", default="h200-sxm")
     parser.add_argument("--drafts", default="ladder-over-lp,half", help="variants of the model, or half of its layers")
     parser.add_argument("-o", "--output", type=Path, required=True, help="the picture")
     asked = parser.parse_args()
-    layers, names = open_model(asked.shapes, weights=False).num_layers, asked.drafts.split(",")
+    layers = open_model(asked.shapes, weights=False).num_layers
+    names = asked.drafts.split(",")
     predicted = partial(predict, asked.shapes, asked.hardware)
     with ProcessPoolExecutor(len(names)) as pool:
         results = pool.map(predicted, [half(layers) if name == HALF else name for name in names])

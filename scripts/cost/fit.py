@@ -41,11 +41,13 @@ def fit(
     Returns: the constants, and by paper those without it.
     """
     used = [case for case in cases if case.use == "fit"]
-    problem, place = _Problem(used, seconds), np.zeros(len(CONSTANTS))
+    problem = _Problem(used, seconds)
+    place = np.zeros(len(CONSTANTS))
     everything = np.ones(len(used) + len(CONSTANTS), dtype=bool)
     without = {paper: problem.values(place) for paper in left_out}
     for _ in range(rounds):
-        residuals, jacobian = problem.residuals(place), problem.jacobian(place)
+        residuals = problem.residuals(place)
+        jacobian = problem.jacobian(place)
         for paper in left_out:
             others = np.array([case.paper != paper for case in used] + [True] * len(CONSTANTS))
             without[paper] = problem.values(_best(residuals, jacobian, place, others, FARTHEST))
@@ -55,7 +57,8 @@ def fit(
 
 def _best(residuals: Array, jacobian: Array, place: Array, chosen: NDArray[np.bool_], reach: float) -> Array:
     """Where lines through a place are smallest together, large residuals counting less than their squares."""
-    low, high = np.maximum(place - reach, -FARTHEST - 1e-9), np.minimum(place + reach, FARTHEST + 1e-9)
+    low = np.maximum(place - reach, -FARTHEST - 1e-9)
+    high = np.minimum(place + reach, FARTHEST + 1e-9)
     found = least_squares(
         lambda at: (residuals + jacobian @ (at - place))[chosen], place, bounds=(low, high), loss="soft_l1"
     )

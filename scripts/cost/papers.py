@@ -14,128 +14,100 @@ row predicted against printed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median
+from typing import Any
 
+import pandas as pd
 from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
+from scripts.commands import make_parser
 from scripts.cost.cases import NOTES, Case, read_cases
 from scripts.cost.constants import CONSTANTS
 from scripts.cost.fit import Seconds, Values, fit, speedup
 from scripts.cost.models import ASSUMED
 from scripts.cost.predictor import Predictor
+from scripts.markdown import format_table
 
 TABLES = Path(__file__).resolve().parents[2] / "docs" / "papers-tables.json"
 
 
-@dataclass(frozen=True)
-class Compared:
-    """A row, predicted.
+def compare(cases: Sequence[Case], seconds: Seconds, values: Values, crossed: Mapping[str, Values]) -> pd.DataFrame:
+    """Every row predicted, with constants of all papers' fitted rows (`speedup`) and of the other papers' alone.
 
-    Attributes:
-        seconds: that the model says of the row's own run.
-        speedup: that it says over the baseline; None for a baseline.
-        crossed: the same with constants fitted on the other papers.
+    `miss` and `crossed_miss` are points above the printed speedup. A `part` is of a layer's time, which is no speed.
     """
-
-    case: Case
-    seconds: float
-    speedup: float | None
-    crossed: float | None
-
-    @property
-    def part(self) -> bool:
-        """Whether it is a part of a layer's time, which is no speed."""
-        return self.case.run.measure in ("compute", "exchange")
-
-    def miss(self, crossed: bool = False) -> float | None:
-        """Points above the printed speedup."""
-        predicted = self.crossed if crossed else self.speedup
-        return None if predicted is None or self.case.speedup is None else 100 * (predicted - self.case.speedup)
+    rows = []
+    for case in cases:
+        found: dict[str, Any] = {"case": case, "paper": case.paper, "group": case.group, "use": case.use}
+        found |= {"part": case.run.measure in ("compute", "exchange"), "printed": case.speedup}
+        found["seconds"] = seconds(case.run, values)
+        if case.baseline is not None:
+            found["speedup"] = speedup(case, seconds, values)
+            found["crossed"] = speedup(case, seconds, crossed[case.paper])
+        rows.append(found)
+    table = pd.DataFrame(rows).astype({"printed": float})
+    table["miss"] = 100 * (table["speedup"] - table["printed"])
+    table["crossed_miss"] = 100 * (table["crossed"] - table["printed"])
+    return table
 
 
-def compare(cases: Sequence[Case], seconds: Seconds, values: Values, crossed: Mapping[str, Values]) -> list[Compared]:
-    """Every row predicted, with constants of all papers' fitted rows and of the other papers' alone."""
-    return [
-        Compared(
-            case,
-            seconds(case.run, values),
-            speedup(case, seconds, values) if case.baseline else None,
-            speedup(case, seconds, crossed[case.paper]) if case.baseline else None,
-        )
-        for case in cases
-    ]
-
-
-def errors(rows: Sequence[Compared], crossed: bool = False) -> list[float]:
-    """Points by which speeds of rows to check are missed."""
-    checked = (one for one in rows if one.case.use == "check" and not one.part)
-    return [abs(miss) for one in checked if (miss := one.miss(crossed)) is not None]
-
-
-def error_table(rows: Sequence[Compared]) -> list[str]:
+def error_table(rows: pd.DataFrame) -> list[str]:
     """By paper, and of all."""
-    lines = ["| rows to check | rows | mean miss | median | cross-validated |", "|:--|--:|--:|--:|--:|"]
-    papers = list(dict.fromkeys(one.case.paper for one in rows))
-    dense = [one for one in rows if one.case.paper != "deinfer"]
-    named = {paper: [one for one in rows if one.case.paper == paper] for paper in papers}
-    for name, some in {**named, "all over a dense baseline": dense, "all": list(rows)}.items():
-        plain, crossed = errors(some), errors(some, crossed=True)
-        if plain:
-            lines.append(f"| {name} | {len(plain)} | {fmean(plain):.1f} | {median(plain):.1f} | {fmean(crossed):.1f} |")
-    return lines
+    checked = rows[(rows["use"] == "check") & ~rows["part"]].dropna(subset="miss")
+    named = dict(iter(checked.groupby("paper", sort=False)))
+    named |= {"all over a dense baseline": checked[checked["paper"] != "deinfer"], "all": checked}
+    columns = ["rows to check", "rows", "mean miss", "median", "cross-validated"]
+    lines = []
+    for name, some in named.items():
+        plain = some["miss"].abs()
+        numbers = (plain.mean(), plain.median(), some["crossed_miss"].abs().mean())
+        lines.append([name, len(some), *(f"{number:.1f}" for number in numbers)])
+    return format_table(columns, lines)
 
 
 def constant_table(values: Values, crossed: Mapping[str, Values]) -> list[str]:
-    """What was fitted."""
-    lines = ["| constant | before | fitted | without " + " | without ".join(crossed) + " |"]
-    lines.append("|:--|" + "--:|" * (2 + len(crossed)))
-    for one in CONSTANTS:
-        others = " | ".join(f"{each[one.name]:.3g}" for each in crossed.values())
-        lines.append(f"| {one.name} | {one.start:.3g} | {values[one.name]:.3g} | {others} |")
-    return lines
+    """The fitted constants."""
+    columns = ["constant", "before", "fitted", *(f"without {paper}" for paper in crossed)]
+    fits = [values, *crossed.values()]
+    rows = [[one.name, f"{one.start:.3g}", *(f"{each[one.name]:.3g}" for each in fits)] for one in CONSTANTS]
+    return format_table(columns, rows)
 
 
-def row_table(rows: Sequence[Compared]) -> list[str]:
+def row_table(rows: pd.DataFrame) -> list[str]:
     """Every row, in the tables' order, with what is said of its table."""
+    columns = ["row", "use", "printed", "predicted", "as speedup", "predicted", "miss", "cross-validated"]
     lines: list[str] = []
-    for group in dict.fromkeys(one.case.group for one in rows):
-        lines += ["", f"### {group}", "", NOTES.get(group, ""), ""]
-        lines += ["| row | use | printed | predicted | as speedup | predicted | miss | cross-validated |"]
-        lines += ["|:--|:--|--:|--:|--:|--:|--:|--:|"]
-        lines += [_row(one) for one in rows if one.case.group == group]
+    for group, some in rows.groupby("group", sort=False):
+        lines += ["", f"### {group}", "", NOTES.get(str(group), ""), ""]
+        lines += format_table(columns, map(_row, some.itertuples()), left=(0, 1))
     return lines
 
 
-def _row(one: Compared) -> str:
-    case = one.case
-    own = _in_unit(one)
-    if case.speedup is None or one.speedup is None or one.crossed is None:
-        return f"| {case.text} | {case.use} | {case.printed:g} | {own} | baseline | | | |"
-    part = " (part)" if one.part else ""
-    return (
-        f"| {case.text} | {case.use} | {case.printed:g} | {own} | {case.speedup:.3f}{part} | {one.speedup:.3f} | "
-        f"{one.miss():+.1f} | {one.miss(crossed=True):+.1f} |"
-    )
+def _row(one: Any) -> list[str]:
+    case: Case = one.case
+    cells = [case.text, case.use, f"{case.printed:g}", _in_unit(case, one.seconds)]
+    if case.speedup is None:
+        return [*cells, "baseline", "", "", ""]
+    printed = f"{case.speedup:.3f}{' (part)' if one.part else ''}"
+    return [*cells, printed, f"{one.speedup:.3f}", f"{one.miss:+.1f}", f"{one.crossed_miss:+.1f}"]
 
 
-def _in_unit(one: Compared) -> str:
+def _in_unit(case: Case, seconds: float) -> str:
     """The prediction in the printed unit, where that is a time or a rate."""
-    run, unit = one.case.run, one.case.unit
-    if unit == "tokens/s":
-        return f"{run.batch * run.new / one.seconds:.0f}"
-    scale = {"ms": 1e3, "as printed": 1e6}.get(unit)
-    return f"{one.seconds * scale:.3g}" if scale else ""
+    if case.unit == "tokens/s":
+        return f"{case.run.batch * case.run.new / seconds:.0f}"
+    scale = {"ms": 1e3, "as printed": 1e6}.get(case.unit)
+    if scale:
+        return f"{seconds * scale:.3g}"
+    return ""
 
 
-def page(rows: Sequence[Compared], values: Values, crossed: Mapping[str, Values]) -> str:
+def page(rows: pd.DataFrame, values: Values, crossed: Mapping[str, Values]) -> str:
     """All of it, as markdown."""
     assumed = [f"- {name}: {what}" for name, what in ASSUMED.items()]
     parts = [
@@ -152,22 +124,17 @@ def page(rows: Sequence[Compared], values: Values, crossed: Mapping[str, Values]
     return "\n\n".join(parts) + "\n"
 
 
-def draw(rows: Sequence[Compared], path: Path) -> None:
+def draw(rows: pd.DataFrame, path: Path) -> None:
     """Predicted against printed speedups, by paper; filled: rows to check."""
     figure = Figure(figsize=(6.5, 5.2), layout="constrained", dpi=160)
     axes = figure.subplots()
-    speeds = [one for one in rows if one.speedup is not None and not one.part]
-    for paper, colour, mark in zip(
-        dict.fromkeys(one.case.paper for one in speeds),
-        ("#33638d", "#f0a04b", "#4aa36c", "#c8553d"),
-        "osD^",
-        strict=False,
-    ):
+    speeds = rows[~rows["part"]].dropna(subset="speedup")
+    styles = zip(("#33638d", "#f0a04b", "#4aa36c", "#c8553d"), "osD^", strict=True)
+    for (paper, some), (colour, mark) in zip(speeds.groupby("paper", sort=False), styles, strict=False):
         for use, face in (("fit", "none"), ("check", colour)):
-            some = [one for one in speeds if (one.case.paper, one.case.use) == (paper, use)]
-            printed, predicted = [one.case.speedup for one in some], [one.speedup for one in some]
-            label = f"{paper}, {use}"
-            axes.plot(printed, predicted, mark, color=colour, markerfacecolor=face, markersize=5, label=label)
+            own = some[some["use"] == use]
+            style = {"color": colour, "markerfacecolor": face, "markersize": 5, "label": f"{paper}, {use}"}
+            axes.plot(own["printed"], own["speedup"], mark, **style)
     ends = (0.9, 6.0)
     axes.plot(ends, ends, color="#999999", linewidth=0.8)
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="printed", ylabel="predicted")
@@ -181,8 +148,7 @@ def draw(rows: Sequence[Compared], path: Path) -> None:
 
 
 def main() -> None:
-    """Read, fit, compare, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("tables", type=Path, nargs="?", default=TABLES, help="the papers' rows, as JSON")
     parser.add_argument("-o", "--output", type=Path, help="a file for the page; printed otherwise")
     parser.add_argument("--rounds", type=int, default=5, help="of least squares; 0 keeps the constants as shipped")

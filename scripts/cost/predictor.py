@@ -1,17 +1,19 @@
 """Seconds of a paper's run by the cost model, quickly: from a few layers, as all of a kind are alike.
 
 A pass over L layers is linear in them once the first few are behind it, so that two short models give the long one's
-time. `exact` runs the whole model instead; both agree to a few parts in a thousand, which a test holds.
+time, to a few parts in a thousand of a whole prediction's, which a test holds.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from transformers import AutoConfig
 
 from scripts.cost.cases import Run
@@ -21,7 +23,7 @@ from scripts.cost.programs import LOW_RANK, program_of
 from surgeon.cost.deployment import Deployment
 from surgeon.cost.hardware import Hardware, load_hardware
 from surgeon.cost.plans import plan_on_paper
-from surgeon.cost.predict import PassCost, PredictedRanks, predict
+from surgeon.cost.predict import PredictedRanks, predict
 from surgeon.cost.work import Forward
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
@@ -30,34 +32,7 @@ from surgeon.models.shapes import ModelShapes
 
 Values = Mapping[str, float]
 UNFUSED = ("eager", "forward")  # PyTorch's modules: an addition and a norm are launched apart
-_PARTS = ("seconds", "compute", "launches", "exposed", "communication")
-
-
-@dataclass(frozen=True)
-class Times:
-    """Of a pass: as `PassCost`."""
-
-    seconds: float
-    compute: float
-    launches: float
-    exposed: float
-    communication: float
-
-    @classmethod
-    def of(cls, cost: PassCost) -> Times:
-        """Those of a predicted pass."""
-        return cls(*(getattr(cost, part) for part in _PARTS))
-
-    def along(self, other: Times, share: float) -> Times:
-        """On the line from these to others, and beyond."""
-        return Times(*(a + share * (b - a) for a, b in zip(self._all(), other._all(), strict=True)))
-
-    def plus(self, other: Times, factor: float = 1.0) -> Times:
-        """Their sum with so much of others."""
-        return Times(*(a + factor * b for a, b in zip(self._all(), other._all(), strict=True)))
-
-    def _all(self) -> list[float]:
-        return [getattr(self, part) for part in _PARTS]
+Times = NDArray[np.float64]  # of a pass: seconds, and of them computing, waiting for launches, waiting for collectives
 
 
 @cache
@@ -73,7 +48,9 @@ def config_of(model: str) -> Any:
 def shapes_of(model: str, layers: int | None = None) -> ModelShapes:
     """Its shapes, with fewer or more layers where that is said."""
     shapes = ModelShapes.of(model, config_of(model))
-    return shapes if layers is None else replace(shapes, layers=layers)
+    if layers is None:
+        return shapes
+    return replace(shapes, layers=layers)
 
 
 @cache
@@ -92,8 +69,7 @@ def hardware_of(name: str) -> Hardware:
 class Predictor:
     """Predicts runs with any values of the constants, and remembers what it has predicted."""
 
-    def __init__(self, exact: bool = False) -> None:
-        self.exact = exact
+    def __init__(self) -> None:
         self._known: dict[Any, Times] = {}
 
     def __call__(self, run: Run, values: Values) -> float:
@@ -101,20 +77,19 @@ class Predictor:
         if run.per_layers:
             return self._part_of_layers(run, values)
         if run.measure == "first":
-            return self._pass(run, values, prefill=True).seconds
-        decode = self._pass(run, values, prefill=False).seconds
+            return float(self._pass(run, values, prefill=True)[0])
+        decode = float(self._pass(run, values, prefill=False)[0])
         if run.measure == "token":
             return decode
-        return self._pass(run, values, prefill=True).seconds + (run.new - 1) * decode
+        return float(self._pass(run, values, prefill=True)[0]) + (run.new - 1) * decode
 
     def _part_of_layers(self, run: Run, values: Values) -> float:
         prefill = run.new == 1 and run.prompt * run.batch > 1 and run.stack == "deinfer"
         layers = shapes_of(run.model).layers
         whole = self._pass(run, values, prefill, layers)
-        times = whole.plus(self._pass(run, values, prefill, layers - run.per_layers), -1)
-        if run.measure == "exchange":
-            return times.exposed
-        return times.seconds if run.measure == "total" else times.compute + times.launches
+        difference = whole - self._pass(run, values, prefill, layers - run.per_layers)
+        seconds, compute, launches, exposed = map(float, difference)
+        return {"exchange": exposed, "total": seconds}.get(run.measure, compute + launches)
 
     def _pass(self, run: Run, values: Values, prefill: bool, layers: int | None = None) -> Times:
         layers = layers or shapes_of(run.model).layers
@@ -126,24 +101,16 @@ class Predictor:
         return self._known[key]
 
     def _long(self, run: Run, hardware: Hardware, prefill: bool, layers: int) -> Times:
-        if self.exact:
-            return self._short(run, hardware, prefill, layers)
         name, *numbers = run.system.split(":")
         if name == "lp":
             pairs = min(int(numbers[0]), layers // 2)
-            plain = self._long(replace(run, system="dense"), hardware, prefill, 4)
-            rest = layers - 2 * pairs
-            dense = plain.plus(self._layer(replace(run, system="dense"), hardware, prefill, 4, plain), rest - 4)
-            paired = [self._short(replace(run, system=f"lp:{n}:{2 * n}"), hardware, prefill, 2 * n) for n in (2, 4)]
-            return dense.plus(paired[1].plus(paired[0], -1), pairs / 2)
+            plain = self._long(replace(run, system="dense"), hardware, prefill, layers - 2 * pairs)
+            few, more = (self._short(replace(run, system=f"lp:{n}:{2 * n}"), hardware, prefill, 2 * n) for n in (2, 4))
+            return plain + (more - few) * (pairs / 2)
         unit = int(numbers[0]) if name == "tracks" else 4
         first = self._short(run, hardware, prefill, unit)
-        return first.plus(self._layer(run, hardware, prefill, unit, first), layers - unit)
-
-    def _layer(self, run: Run, hardware: Hardware, prefill: bool, unit: int, first: Times) -> Times:
-        """One layer more."""
         second = self._short(run, hardware, prefill, 2 * unit)
-        return Times(0, 0, 0, 0, 0).plus(second.plus(first, -1), 1 / unit)
+        return first + (second - first) * (1 / unit) * (layers - unit)
 
     def _short(self, run: Run, hardware: Hardware, prefill: bool, layers: int) -> Times:
         shapes = shapes_of(run.model, layers)
@@ -152,8 +119,10 @@ class Predictor:
         plan = plan_on_paper(shapes, program, run.ranks, run.prompt + run.new, "bfloat16", deployment.low_rank, "full")
         ranks = PredictedRanks(shapes, plan, hardware, deployment)
         if prefill:
-            return Times.of(ranks.forward(Forward(run.batch, run.prompt), graphs=run.stack == "graphs"))
-        return Times.of(ranks.forward(Forward(run.batch, 1, run.prompt + run.new // 2), run.graphs))
+            cost = ranks.forward(Forward(run.batch, run.prompt), graphs=run.stack == "graphs")
+        else:
+            cost = ranks.forward(Forward(run.batch, 1, run.prompt + run.new // 2), run.graphs)
+        return np.array([cost.seconds, cost.compute, cost.launches, cost.exposed])
 
 
 def _deployment(run: Run) -> Deployment:
@@ -170,6 +139,7 @@ def _deployment(run: Run) -> Deployment:
 
 def whole_prediction(run: Run, values: Values) -> Any:
     """What `surgeon predict` says of a run, for tests of what is quick here."""
-    shapes, hardware = shapes_of(run.model), fitted(hardware_of(run.hardware), run, values)
+    shapes = shapes_of(run.model)
+    hardware = fitted(hardware_of(run.hardware), run, values)
     program: Program = program_of(run.system, shapes.layers, layer_shapes_of(run.model))
     return predict(shapes, program, hardware, Workload(run.batch, run.prompt, run.new), _deployment(run))

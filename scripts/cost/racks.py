@@ -2,17 +2,21 @@
 
     python scripts/cost/racks.py [-o FILE.md] [--coda 2] [--microbatches 8]
 
-The article trains 1B to 13B models on four nodes of eight H100. Four tables: what idle racks cost, what crosses a
-boundary between racks, what the codas cost in computation (which the article's 38% leaves out), and what the article's
-540 GB and 38 GB can be. With -o a picture of speed by racks lies beside the file.
+A model is cut by depth into racks. A pipeline sends every microbatch forward through all racks and its gradients back:
+between two updates of the weights the racks fill and drain, so that of m + p - 1 turns (p racks, m microbatches) each
+works in m. Block-wise local training gives each rack a few private layers (a coda) and a copy of the head, and its own
+loss: no gradient crosses a rack, so nothing waits for the end of the pipeline, and a rack is idle only until the first
+microbatch has come to it. It costs the computation of codas and heads.
+
+The article trains 1B to 13B models on four nodes of eight H100. Two tables: how much idle racks and codas cost (the
+article's 38% leaves codas out), and what crosses a boundary between racks beside the article's 540 GB and 38 GB. With
+-o a picture of speed by racks lies beside the file. Sizes are in bytes, powers of ten; times in seconds.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +25,87 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
-from scripts.cost.rack_cost import RackTraining, local, pipelined
+from scripts.commands import make_parser
+from scripts.markdown import format_table
 from surgeon.cost.hardware import load_hardware
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes" / "train" / "papers"
 SIZES = {"1B": "racks-1b", "3B": "racks-2.8b", "7B": "racks-7b", "13B": "racks-13b"}  # the article's, by recipe
 TOKENS = 4 * 2048  # of a microbatch
-EACH_WAY, RECEIVED = 540e9, 38e9  # bytes: what the article counts for a pipeline, and for local training
+EACH_WAY = 540e9  # bytes that the article counts for a pipeline
+RECEIVED = 38e9  # and for local training
 RACKS = (2, 4, 8, 16, 32)
+NUMBER_BYTES = 2  # of an activation, a gradient and a weight that is sent
+BACKWARD = 2  # a backward pass computes twice what a forward pass does
+
+
+@dataclass(frozen=True)
+class RackTraining:
+    """A model cut by depth, and the racks that train it.
+
+    Attributes:
+        layers: of the model, shared out evenly.
+        layer_parameters: of one layer.
+        hidden: how wide the stream is.
+        vocabulary: rows of the head.
+        racks: how many.
+        microbatches: between two updates of the weights.
+        tokens: of one microbatch.
+        flops: FLOP/s that a rack reaches.
+        link: bytes/s between two racks, each way.
+        latency: seconds of a message between two racks.
+        coda: private layers of each rack, for local training.
+    """
+
+    layers: int
+    layer_parameters: int
+    hidden: int
+    vocabulary: int
+    racks: int
+    microbatches: int
+    tokens: int
+    flops: float
+    link: float
+    latency: float = 0.0
+    coda: int = 0
+
+    @property
+    def message(self) -> int:
+        """Bytes of a microbatch's stream, or of its gradient, between two racks."""
+        return self.tokens * self.hidden * NUMBER_BYTES
+
+    @property
+    def send(self) -> float:
+        """Seconds of such a message; nothing is sent where there is one rack."""
+        if self.racks > 1:
+            return self.latency + self.message / self.link
+        return 0.0
+
+    def computation(self, layers: int, head: bool) -> float:
+        """Seconds in which a rack computes so many layers, and the head or not, forward and back for a microbatch."""
+        parameters = layers * self.layer_parameters + head * self.vocabulary * self.hidden
+        return (1 + BACKWARD) * 2 * parameters * self.tokens / self.flops
+
+
+def pipelined(training: RackTraining) -> float:
+    """Seconds of an update by one forward, one backward in turn (1F1B): p - 1 turns in which racks fill and drain.
+
+    A turn is the computation of the slowest rack, the last one with its head, or the time of the link where that is
+    more; filling and draining wait for every message on the way.
+    """
+    layers = training.layers // training.racks
+    turn = max(training.computation(layers, head=True), training.send)
+    filling = (training.racks - 1) * (training.computation(layers, head=False) + 2 * training.send)
+    return training.microbatches * turn + filling
+
+
+def local(training: RackTraining) -> float:
+    """Seconds of an update by racks with codas and heads: turns follow each other without a gap, update after update.
+
+    The first microbatch takes p - 1 turns to the last rack, once in a training; that is not counted.
+    """
+    layers = training.layers // training.racks + training.coda
+    return training.microbatches * max(training.computation(layers, head=True), training.send)
 
 
 def model_entries(size: str) -> dict[str, Any]:
@@ -42,7 +119,8 @@ def case(size: str, racks: int, microbatches: int, coda: int) -> RackTraining:
     model = model_entries(size)
     layers = model["num_hidden_layers"]
     hidden = model["hidden_size"]
-    device, network = hardware.device, hardware.link(between_nodes=True)
+    device = hardware.device
+    network = hardware.link(between_nodes=True)
     reached = device.shares.flops.at(TOKENS / hardware.devices)
     return RackTraining(
         layers=-(-layers // racks) * racks,
@@ -66,57 +144,63 @@ def bubble(racks: int, microbatches: int) -> float:
 
 def averaging_bytes(training: RackTraining) -> int:
     """What a rack receives when all average their codas once: a ring's all-reduce, 2 (p - 1) / p of a coda."""
-    coda = training.coda * training.layer_parameters * training.number_bytes
+    coda = training.coda * training.layer_parameters * NUMBER_BYTES
     return 2 * (training.racks - 1) * coda // training.racks
 
 
-def window_tokens(crossed: float, training: RackTraining, boundaries: int | None = None) -> float:
-    """How many tokens passed while so many bytes of stream crossed the boundaries (all of them by default) each way."""
-    return crossed / ((boundaries or training.racks - 1) * training.hidden * training.number_bytes)
+def window_tokens(crossed: float, training: RackTraining) -> float:
+    """How many tokens passed while so many bytes of stream crossed all boundaries each way."""
+    return crossed / ((training.racks - 1) * training.hidden * NUMBER_BYTES)
+
+
+def compared(racks: int, microbatches: int, coda: int) -> dict[str, float]:
+    """How much faster local training is, without codas and heads and with them."""
+    free = replace(case("13B", racks, microbatches, 0), vocabulary=1)
+    with_coda = case("13B", racks, microbatches, coda)
+    cases = {
+        "no codas, no heads: the bubble alone": free,
+        f"13B over all racks, codas of {coda}": with_coda,
+        f"70 layers a rack, codas of {coda}": replace(with_coda, layers=70 * racks),
+    }
+    return {name: pipelined(one) / local(one) for name, one in cases.items()}
 
 
 def speed_table(microbatches: int, coda: int) -> list[str]:
-    """Idle racks, and how much faster local training is, without codas and heads and with them."""
-    lines = [f"| racks | idle in a pipeline | without codas | 13B with codas of {coda} | 70 layers a rack, the same |"]
-    lines.append("|--:|--:|--:|--:|--:|")
+    """Idle racks, and the speed of local training."""
+    columns = [
+        "racks",
+        "idle in a pipeline",
+        "without codas",
+        f"13B with codas of {coda}",
+        "70 layers a rack, the same",
+    ]
+    rows = []
     for racks in RACKS:
-        free = replace(case("13B", racks, microbatches, 0), vocabulary=1)
-        with_coda = case("13B", racks, microbatches, coda)
-        deep = replace(with_coda, layers=70 * racks)
-        gains = [pipelined(one).seconds / local(one).seconds for one in (free, with_coda, deep)]
-        shown = " | ".join(f"{gain:.2f}x" for gain in gains)
-        lines.append(f"| {racks} | {bubble(racks, microbatches):.0%} | {shown} |")
-    return lines
+        gains = compared(racks, microbatches, coda).values()
+        rows.append([racks, f"{bubble(racks, microbatches):.0%}", *(f"{gain:.2f}x" for gain in gains)])
+    return format_table(columns, rows, left=())
 
 
 def traffic_table(coda: int) -> list[str]:
-    """What the article's bytes can be, for each of its sizes on four racks."""
-    lines = ["| size | a token crosses a boundary with | tokens in 540 GB each way | averagings of codas in 38 GB |"]
-    lines.append("|:--|--:|--:|--:|")
+    """The article's bytes, for each of its sizes on four racks."""
+    columns = ["size", "a token crosses a boundary with", "tokens in 540 GB each way", "averagings of codas in 38 GB"]
+    rows = []
     for size in SIZES:
         training = case(size, 4, 8, coda)
+        tokens = window_tokens(EACH_WAY, training) / 1e6
+        times = RECEIVED / averaging_bytes(training)
         crossed = training.message / training.tokens
-        tokens, times = window_tokens(EACH_WAY, training) / 1e6, RECEIVED / averaging_bytes(training)
-        lines.append(f"| {size} | {crossed / 1e3:.1f} kB each way | {tokens:.0f} million | {times:.0f} |")
-    return lines
+        rows.append([size, f"{crossed / 1e3:.1f} kB each way", f"{tokens:.0f} million", f"{times:.0f}"])
+    return format_table(columns, rows)
 
 
 def draw(path: Path, microbatches: int, coda: int) -> None:
     """Speed of local training over a pipeline's, by racks."""
     figure = Figure(figsize=(6.5, 3.6), layout="constrained", dpi=160)
     axes = figure.subplots()
-    lines: dict[str, list[RackTraining]] = {
-        "no codas, no heads: the bubble alone": [replace(case("13B", n, microbatches, 0), vocabulary=1) for n in RACKS],
-        f"70 layers a rack, codas of {coda}": [
-            replace(case("13B", n, microbatches, coda), layers=70 * n) for n in RACKS
-        ],
-        f"13B over all racks, codas of {coda}": [case("13B", n, microbatches, coda) for n in RACKS],
-    }
-    for (name, cases), colour, style in zip(
-        lines.items(), ("#33638d", "#4aa36c", "#f0a04b"), ("-", "--", ":"), strict=True
-    ):
-        gains = [pipelined(one).seconds / local(one).seconds for one in cases]
-        axes.plot(RACKS, gains, style, color=colour, marker="o", label=name)
+    gains = [compared(racks, microbatches, coda) for racks in RACKS]
+    for name, colour, style in zip(gains[0], ("#33638d", "#f0a04b", "#4aa36c"), ("-", ":", "--"), strict=True):
+        axes.plot(RACKS, [each[name] for each in gains], style, color=colour, marker="o", label=name)
     axes.plot([4], [1.38], "k*", markersize=11, label="measured in the article")
     axes.axhline(1, color="#999999", linewidth=0.8)
     axes.set_xscale("log", base=2)
@@ -128,20 +212,16 @@ def draw(path: Path, microbatches: int, coda: int) -> None:
     figure.savefig(path)
 
 
-def page(microbatches: int, coda: int) -> str:
-    """The tables."""
-    parts: list[Sequence[str]] = [["# Racks on paper"], speed_table(microbatches, coda), traffic_table(coda)]
-    return "\n\n".join("\n".join(part) for part in parts) + "\n"
-
-
 def main() -> None:
-    """Print, or write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("-o", "--output", type=Path, help="a file for the tables; a picture goes beside it")
     parser.add_argument("--coda", type=int, default=2, help="layers of each rack's coda")
     parser.add_argument("--microbatches", type=int, default=8, help="between two updates of the weights")
     options = parser.parse_args()
-    text = page(options.microbatches, options.coda)
+    if options.coda < 0 or options.microbatches < 1:
+        parser.error("--coda must be at least 0, --microbatches at least 1")
+    tables = speed_table(options.microbatches, options.coda), traffic_table(options.coda)
+    text = "\n\n".join(["# Racks on paper", *map("\n".join, tables)]) + "\n"
     if options.output is None:
         print(text)
     else:

@@ -173,9 +173,11 @@ def train(args: argparse.Namespace, model: LlamaForCausalLM, stream: torch.Tenso
 
 def main() -> None:
     args = parse_arguments()
-    texts, held_out_texts = library_text(held_out=False), library_text(held_out=True)
+    texts = library_text(held_out=False)
+    held_out_texts = library_text(held_out=True)
     tokenizer = train_tokenizer(texts)
-    stream, held_out = token_stream(tokenizer, texts), token_stream(tokenizer, held_out_texts)
+    stream = token_stream(tokenizer, texts)
+    held_out = token_stream(tokenizer, held_out_texts)
     model = build_model(args.seed)
     print(f"{model.num_parameters():,} parameters, {len(stream):,} training tokens, {len(held_out):,} held out")
     seconds = train(args, model, stream, held_out)

@@ -59,7 +59,8 @@ def blocks(page: str) -> list[Block]:
         behind = fences[place + 1] if place + 1 < len(fences) else None
         output = _outdented(behind[3], len(behind[1])) if behind is not None and behind[2] == "text" else None
         before = _NOT_RUN.search(text[: fence.start()])
-        line, code = text.count("\n", 0, fence.start()) + 2, _outdented(fence[3], len(fence[1]))
+        line = text.count("\n", 0, fence.start()) + 2
+        code = _outdented(fence[3], len(fence[1]))
         found.append(Block(page, line, fence[2], code, output, None if before is None else before[1]))
     unfenced = _FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), text)
     found += [
@@ -103,8 +104,12 @@ def calls(words: list[str]) -> Iterator[list[str]]:
 def script(words: list[str]) -> tuple[Path, list[str]] | None:
     """The script of the project that a command runs, with its arguments; None where it runs none."""
     name = words[0].removeprefix("./")
-    return (PROJECT / name, words[1:]) if name.startswith("scripts/") else None
+    if name.startswith("scripts/"):
+        return (PROJECT / name, words[1:])
+    return None
 
 
 def _outdented(code: str, by: int) -> str:
-    return re.sub(rf"^ {{1,{by}}}", "", code, flags=re.MULTILINE) if by else code
+    if by:
+        return re.sub(rf"^ {{1,{by}}}", "", code, flags=re.MULTILINE)
+    return code

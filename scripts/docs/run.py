@@ -12,7 +12,6 @@ if a block failed or printed something else.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shlex
@@ -25,6 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 import surgeon
+from scripts.commands import make_parser
 from scripts.docs.blocks import PROJECT, Block, blocks, pages
 
 RUN = ("bash", "python")
@@ -94,7 +94,8 @@ def run_page(page: str, folder: Path, seconds: float) -> bool:
     """Run the blocks of a page in a folder, up to the first that fails; whether all of them were right."""
     furnish(folder)
     for block in to_run(page):
-        began, first = time.monotonic(), block.code.strip().partition("\n")[0]
+        began = time.monotonic()
+        first = block.code.strip().partition("\n")[0]
         print(f"{page}:{block.line}: {first}", flush=True)
         try:
             printed = run(block, folder, seconds)
@@ -107,7 +108,7 @@ def run_page(page: str, folder: Path, seconds: float) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--only", action="append", metavar="PAGE", help="a page, such as docs/quick-start.md")
     parser.add_argument("--list", action="store_true", help="say what would run, and what not, and why")
     parser.add_argument("--seconds", type=float, default=900, help="for a block (default: %(default)s)")
@@ -130,7 +131,9 @@ def main(arguments: list[str] | None = None) -> int:
             if not run_page(page, folder, options.seconds):
                 failed.append(page)
     print(f"failed: {', '.join(failed)}" if failed else "all blocks ran")
-    return 1 if failed else 0
+    if failed:
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

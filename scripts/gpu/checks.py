@@ -16,8 +16,8 @@ from accelerate import dispatch_model
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import surgeon
+from scripts.commands import changed_environment
 from scripts.gpu.decode import Load, continued, continued_by, open_engine
-from scripts.gpu.decode import Setup as DecodeSetup
 from scripts.gpu.judges import (
     judge_bench,
     judge_error,
@@ -56,7 +56,8 @@ TEXTS = {"cuda": Load(batch=3, prompt=21, new=24), "cpu": Load(batch=3, prompt=2
 
 def programs() -> dict[str, str]:
     """The kinds of programs that are compared everywhere, on the demo model."""
-    dense, middle = Program.dense(16), range(2, 14)
+    dense = Program.dense(16)
+    middle = range(2, 14)
     ranks = "A{0}@q32,k16,v16,o32 F{0}@gate48,up48,down48"
     whole = "A{0} F{0}"
     return {
@@ -140,7 +141,11 @@ def spread(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
     model = surgeon.load(setup.demo)
     ids = token_ids(model, 2, 40)
     if side == "found":
-        first, second = ("cuda:0", "cuda:1" if setup.gpus > 1 else "cpu") if setup.device == "cuda" else ("cpu", "disk")
+        first = "cpu"
+        second = "disk"
+        if setup.device == "cuda":
+            first = "cuda:0"
+            second = "cuda:1" if setup.gpus > 1 else "cpu"
         places = {f"model.layers.{k}": second if k in range(2, 9) else first for k in range(16)}
         places |= dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"), first)
         dispatch_model(model, places, main_device=first, offload_dir=Path(setup.folder) / "offloaded")
@@ -154,12 +159,11 @@ def decoded(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
         return
     avoid_cudnn_attention()  # as ranks do
     texts = TEXTS[setup.device]
-    decoding = DecodeSetup(setup.device, None, [texts], 1)
     for name, program in forms().items():
         for way in setup.ways:
-            engine = open_engine(setup.demo, decoding, way, Program.parse(program))
+            engine = open_engine(setup.demo, texts, setup.device, way, Program.parse(program))
+            continued(engine, texts)  # records passes
             tokens, seconds = continued(engine, texts)
-            tokens, seconds = continued(engine, texts)  # by now passes are recorded
             yield f"{name}: {way} passes", {"tokens": tokens, "ms": 1e3 * sorted(seconds)[len(seconds) // 2]}
             del engine
 
@@ -168,7 +172,7 @@ def without_kernels(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
     """One rank and two by PyTorch's operations, in processes that are told to have no kernels of ours."""
     if side == "expected":
         return
-    with _environment(SWITCH, "off"):
+    with changed_environment(**{SWITCH: "off"}):
         with Ranks(RankOptions(1, setup.device, "gloo")) as rank:
             for name, program in programs().items():
                 for way in setup.ways:
@@ -194,8 +198,10 @@ def on_ranks(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
 def _two_ranks(setup: Setup, how: str) -> Iterator[Ranks]:
     """Over NCCL with a GPU each, or over gloo with one between them."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(setup.gpus))))
+    if how == "gloo":
+        shown = shown.split(",")[0]
     with (
-        _environment("CUDA_VISIBLE_DEVICES", shown.split(",")[0] if how == "gloo" else shown),
+        changed_environment(CUDA_VISIBLE_DEVICES=shown),
         Ranks(RankOptions(2, setup.device, how)) as ranks,
     ):
         yield ranks
@@ -208,22 +214,10 @@ def _on(ranks: Ranks, setup: Setup, program: str, count: int, **more: Any) -> li
     return continued_by(ranks, plan, texts)
 
 
-@contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    """Processes that are started here have a variable in their environment."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
-
-
 def benched(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
     """What `surgeon bench` measures on two ranks: speed, and what a pass sends, which is the same everywhere."""
-    device, load = setup.on(side), Workload(1, 32, 8)
+    device = setup.on(side)
+    load = Workload(1, 32, 8)
     needs = Needs(2, load.prompt + load.new, device, {"low_rank": "gather"})
     plans = {name: needs.plan(setup.demo, program) for name, program in programs().items()}
     with Ranks(RankOptions(2, device, "gloo" if device == "cpu" else setup.collectives[0])) as ranks:
@@ -275,7 +269,8 @@ def healed(setup: Setup, side: Side) -> Iterator[tuple[str, Any]]:
 
 def checks(setup: Setup) -> dict[str, Check]:
     """All of them by their names, the cheapest first."""
-    kinds, more = list(programs()), list(forms())
+    kinds = list(programs())
+    more = list(forms())
     same = judge_error(EXACT)
     both = {f"{name}: {what}": judge for name in more for what, judge in (("logits", same), ("tokens", judge_tokens))}
     ways = {f"{name}: {way} passes": f"{name}: tokens" for name in more for way in setup.ways}
@@ -306,10 +301,13 @@ def checks(setup: Setup) -> dict[str, Check]:
 def _greedy(model: PreTrainedModel, texts: Load) -> dict[str, Any]:
     """The most likely next tokens of each text, and how far the second best was behind each, next to the best."""
     ids = torch.tensor(texts.prompts(model.config.vocab_size), device=model.device)
-    tokens, gaps, cache = [], [], None
+    tokens = []
+    gaps = []
+    cache = None
     for _ in range(texts.new):
         output: Any = model(input_ids=ids, past_key_values=cache, use_cache=True)
-        cache, best = output.past_key_values, output.logits[:, -1].float().topk(2)
+        cache = output.past_key_values
+        best = output.logits[:, -1].float().topk(2)
         ids = best.indices[:, :1]
         tokens.append(ids[:, 0].tolist())
         gaps.append(((best.values[:, 0] - best.values[:, 1]) / best.values[:, 0].abs()).tolist())

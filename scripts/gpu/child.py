@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # surgeon need not
 
 from scripts.gpu.checks import MODELS, checks, make_models
 from scripts.gpu.sides import Setup, Side
-from scripts.gpu.speeds import speeds
+from scripts.gpu.speeds import SPEEDS
 from surgeon.errors import first_line
 
 
@@ -27,7 +27,9 @@ def rows(setup: Setup, side: Side, name: str) -> Iterator[tuple[str, Any]]:
     if name == MODELS:
         make_models(setup)
         return iter(())
-    return speeds()[name](setup) if side == "speed" else checks(setup)[name].compute(setup, side)
+    if side == "speed":
+        return SPEEDS[name][0](setup)
+    return checks(setup)[name].compute(setup, side)
 
 
 def main(arguments: Sequence[str]) -> int:

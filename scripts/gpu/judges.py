@@ -30,7 +30,8 @@ def judge_error(most: float) -> Callable[[Any, Any], Judgement]:
     """Of tensors: how far they may be apart, next to the size of what is expected."""
 
     def judge(expected: Any, found: Any) -> Judgement:
-        wanted, own = torch.tensor(expected).double(), torch.tensor(found).double()
+        wanted = torch.tensor(expected).double()
+        own = torch.tensor(found).double()
         error = float((own - wanted).norm() / wanted.norm()) if own.shape == wanted.shape else math.inf
         return Judgement(f"the CPU's, to {most:g}", f"{error:.1e} off", error <= most)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from scripts.commands import changed_environment
 from scripts.gpu.paper_specs import Measured, Place, Spec, record_of
 from surgeon.benchmarks.measure import Needs, RankBench, summarise
 from surgeon.benchmarks.timing import load_timed
@@ -81,14 +82,16 @@ class Shared:
         Raises:
             ValueError: if so many ranks cannot run it.
         """
-        tokens, settings = max(one.load.length for one in self.specs), self.settings
+        tokens = max(one.load.length for one in self.specs)
+        settings = self.settings
         ways: Ways = {"decoding": settings.decoding, "low_rank": spec.low_rank}
         needs = Needs(spec.ranks, tokens, settings.device, ways)
         return needs.plan(self.stored, spec.program(self.shapes))  # type: ignore[arg-type]
 
     def why_not(self, spec: Spec) -> str | None:
         """Why a spec cannot be measured, if that is known beforehand."""
-        gpus, started = self.settings.place.gpus, self.settings.started
+        gpus = self.settings.place.gpus
+        started = self.settings.started
         if started is not None and spec.ranks != started:
             return f"is for {spec.ranks} ranks, torchrun has started {started}"
         if started is not None and spec.p2p == (os.environ.get(NO_P2P) == "1"):
@@ -99,7 +102,8 @@ class Shared:
             plan = self.plan(spec)
         except ValueError as error:
             return f"cannot run on {spec.ranks} ranks: {first_line(error)}"
-        sizes, chunk = footprint(plan, self.shapes), min(spec.batch * spec.prompt, self.settings.pass_tokens)
+        sizes = footprint(plan, self.shapes)
+        chunk = min(spec.batch * spec.prompt, self.settings.pass_tokens)
         blocks = sizes.blocks(spec.batch, spec.load.length, chunk)
         needed = max(weights + blocks * block for weights, block in zip(sizes.weights, sizes.block, strict=True))
         needed += activation_bytes(self.shapes, plan, spec.batch, chunk)
@@ -137,7 +141,8 @@ class Running:
         if self.model != spec.model or not fits:
             for name in self.plans:
                 self.ranks.call(unload, name)
-            self.model, self.plans = spec.model, {}
+            self.model = spec.model
+            self.plans = {}
         if spec.name not in self.plans:
             plan = shared.plan(spec)
             self.ranks.call(load_timed, plan, spec.name, spec.system != UPPER)
@@ -179,16 +184,9 @@ def measure(settings: Settings, specs: Sequence[Spec]) -> Iterator[tuple[Spec, M
 @contextmanager
 def _started(device: str, ranks: int, p2p: bool) -> Iterator[Ranks]:
     """Ranks, which read each other's memory or do not."""
-    before = os.environ.get(NO_P2P)
-    try:
-        if not p2p:
-            os.environ[NO_P2P] = "1"
-        with Ranks(RankOptions(ranks, device)) as started:
-            yield started
-    finally:
-        os.environ.pop(NO_P2P, None)
-        if before is not None:
-            os.environ[NO_P2P] = before
+    variables = {} if p2p else {NO_P2P: "1"}
+    with changed_environment(**variables), Ranks(RankOptions(ranks, device)) as started:
+        yield started
 
 
 def _grouped(specs: Iterable[Spec], key: Any) -> list[tuple[tuple[Any, ...], list[Spec]]]:

@@ -1,24 +1,19 @@
 """The article on block-wise local training: a pipeline and racks with codas, the same model on the same ranks.
 
 One process for each rack. The pipeline is 1F1B of `torch.distributed.pipelining`; racks hand their stream on without a
-gradient and train themselves and a coda (scripts/bench/rack_model.py has both models). Weights, gradients and AdamW's
+gradient and train themselves and a coda. Weights, gradients and AdamW's
 moments are bfloat16 on GPUs, which are connected by NCCL; on CPUs they are float32, and gloo is.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import multiprocessing
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 import torch
 import torch.distributed as dist
@@ -27,15 +22,18 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, schedules
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from scripts.bench.pipelined_ranks import finish
-from scripts.bench.rack_model import Rack, Stretch, cut, next_token_loss
+from scripts.bench.pipelined_ranks import start_ranks
+from scripts.bench.rack_model import Stretch, build, cut, next_token_loss, run_layers
 from scripts.cost.racks import SIZES, model_entries
 from surgeon.benchmarks.timing import now
 from surgeon.checkpoint.read import read_json
 from surgeon.memory import show_size
+from surgeon.processes.files import write_json
 
-PIPELINE, LOCAL = "pipeline", "local"
-PRINTED_RACKS, RATE = 4, 1e-4
+PIPELINE = "pipeline"
+LOCAL = "local"
+PRINTED_RACKS = 4
+RATE = 1e-4
 SMALL = {
     "num_hidden_layers": 4,
     "hidden_size": 64,
@@ -82,25 +80,54 @@ class RackJob:
 
 def jobs(racks: int, device: str, small: bool) -> list[tuple[RackJob, RackJob]]:
     """What the rows need: every size, the smallest first, as a pipeline and as racks."""
-    window, sizes = (32, ("1B",)) if small else (2048, tuple(SIZES))
-    return [
-        (RackJob(size, PIPELINE, racks, device, small, window), RackJob(size, LOCAL, racks, device, small, window))
-        for size in sizes
-    ]
+    window = 32 if small else 2048
+    pipelines = [RackJob(size, PIPELINE, racks, device, small, window) for size in list(SIZES)[: 1 if small else None]]
+    return [(one, replace(one, way=LOCAL)) for one in pipelines]
+
+
+class Rack(nn.Module):
+    """A stretch of layers with a coda of its own: more layers, a norm and a head; the last one's is its own end.
+
+    Args:
+        depth: layers of the coda.
+    """
+
+    def __init__(self, stretch: Stretch, depth: int) -> None:
+        super().__init__()
+        self.stretch = stretch
+        if stretch.lm_head is None:
+            config = LlamaConfig.from_dict(stretch.config.to_dict() | {"num_hidden_layers": max(1, depth)})
+            private: Any = build(config, 1000 + stretch.span.start)
+            self.layers = private.model.layers[:depth]
+            self.norm = private.model.norm
+            self.head = private.lm_head
+
+    def predict(self, passed: Tensor) -> Tensor:
+        """The rack's logits from the stream that it hands on."""
+        if self.stretch.lm_head is not None:
+            return self.stretch.predict(passed)
+        logits: Tensor = self.head(self.norm(run_layers(self.layers, self.stretch.rotary, passed)))
+        return logits
 
 
 class RackRank:
     """One process: its layers, its optimiser, what it sends, and how long it computes."""
 
     def __init__(self, job: RackJob, rank: int) -> None:
-        self.job, self.rank = job, rank
+        self.job = job
+        self.rank = rank
         self.last = rank == job.racks - 1
-        self.device = torch.device(job.device, rank) if job.device == "cuda" else torch.device("cpu")
+        self.on_gpu = job.device == "cuda"
+        self.device = torch.device("cpu")
+        self.dtype = torch.float32
+        if self.on_gpu:
+            self.device = torch.device("cuda", rank)
+            self.dtype = torch.bfloat16
         self.marks: list[tuple[Any, Any]] = []
         self.sent: Counter[str] = Counter()
         stretch = self._stretch(cut(job.config.num_hidden_layers, job.racks)[rank])
         if job.way == LOCAL:
-            self.rack = Rack(stretch, job.coda, 0).to(self.device, self._dtype)
+            self.rack = Rack(stretch, job.coda).to(self.device, self.dtype)
             self.model: nn.Module = self.rack
         else:
             self.model = stretch
@@ -109,14 +136,10 @@ class RackRank:
             self._count_messages()
         self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=RATE, fused=True)
 
-    @property
-    def _dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
-
     def _stretch(self, layers: range) -> Stretch:
         """This rank's layers, with random numbers, made where they belong."""
         with torch.device("meta"):
-            whole = AutoModelForCausalLM.from_config(self.job.config, dtype=self._dtype)
+            whole = AutoModelForCausalLM.from_config(self.job.config, dtype=self.dtype)
         stretch = Stretch(whole, layers).to_empty(device=self.device)
         generator = torch.Generator(self.device).manual_seed(layers.start)
         with torch.no_grad():
@@ -145,7 +168,7 @@ class RackRank:
         return found
 
     def _mark(self) -> Any:
-        if self.device.type == "cpu":
+        if not self.on_gpu:
             return now()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -153,7 +176,7 @@ class RackRank:
 
     def _computed(self) -> float:
         """Seconds between the marks, when all of it has ended."""
-        if self.device.type == "cpu":
+        if not self.on_gpu:
             return sum(end - began for began, end in self.marks)
         torch.cuda.synchronize(self.device)
         return sum(began.elapsed_time(end) for began, end in self.marks) / 1e3
@@ -161,9 +184,11 @@ class RackRank:
     def train(self) -> dict[str, Any]:
         """All steps; of those that are measured, when each ended and how long this rank computed."""
         generator = torch.Generator().manual_seed(0)
-        shape = self.job.micro_batches, self.job.window
-        ends, computed = [], []
-        for _ in range(self.job.warm + self.job.measured):
+        shape = (self.job.micro_batches, self.job.window)
+        steps = self.job.warm + self.job.measured
+        ends = []
+        computed = []
+        for _ in range(steps):
             batch = torch.randint(self.job.config.vocab_size, shape, generator=generator).to(self.device)
             self.marks.clear()
             self._step(batch)
@@ -171,22 +196,22 @@ class RackRank:
             self.optimiser.zero_grad()
             computed.append(self._computed())
             ends.append(now())
-        steps = self.job.warm + self.job.measured
-        memory = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
+        memory = torch.cuda.max_memory_allocated(self.device) if self.on_gpu else None
         sent = {way: size / steps for way, size in self.sent.items()}
         return {"ends": ends, "computed": computed, "sent": sent, "memory": memory}
 
     def _step(self, batch: Tensor) -> None:
         if self.job.way == LOCAL:
             self._local(batch)
-        else:
-            self.schedule.step(
-                *((batch,) if self.rank == 0 else ()), target=batch if self.last else None, return_outputs=False
-            )
+            return
+        inputs = [batch] if self.rank == 0 else []
+        self.schedule.step(*inputs, target=batch if self.last else None, return_outputs=False)
 
     def _local(self, batch: Tensor) -> None:
         """Every micro-batch comes from the rack before, goes on without a gradient, and trains this rack."""
-        rows, stretch, leaving = batch.split(1), self.rack.stretch, list[Any]()
+        rows = batch.split(1)
+        stretch = self.rack.stretch
+        leaving = list[Any]()
         asked = None if self.rank == 0 else self._ask()
         for number, ids in enumerate(rows):
             stream = ids
@@ -204,7 +229,7 @@ class RackRank:
             message.wait()
 
     def _ask(self) -> tuple[Tensor, Any]:
-        room = torch.empty(1, self.job.window, self.job.config.hidden_size, dtype=self._dtype, device=self.device)
+        room = torch.empty(1, self.job.window, self.job.config.hidden_size, dtype=self.dtype, device=self.device)
         return room, dist.irecv(room, self.rank - 1)
 
 
@@ -222,7 +247,7 @@ class MarkedStage(PipelineStage):
         return self.rack_rank.marked(lambda: PipelineStage.backward_one_chunk(self, *arguments, **options))
 
 
-def be_rank(job: RackJob, rank: int, folder: Path) -> None:
+def be_rank(job: RackJob, folder: Path, rank: int) -> None:
     """What each process does."""
     torch.set_num_threads(1)
     if job.device == "cuda":
@@ -231,7 +256,7 @@ def be_rank(job: RackJob, rank: int, folder: Path) -> None:
     store = dist.FileStore(str(folder / "store"), job.racks)
     dist.init_process_group(backend, store=store, rank=rank, world_size=job.racks)
     record = RackRank(job, rank).train()
-    (folder / f"rank{rank}.json").write_text(json.dumps(record), encoding="utf-8")
+    write_json(folder / f"rank{rank}.json", record)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -244,12 +269,7 @@ def measure(job: RackJob, folder: Path) -> dict[str, Any]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "store").unlink(missing_ok=True)
-    context = multiprocessing.get_context("forkserver")  # importing torch is most of what a rank costs
-    context.set_forkserver_preload(["scripts.gpu.paper_racks"])
-    ranks = [context.Process(target=be_rank, args=(job, rank, folder), daemon=True) for rank in range(job.racks)]
-    for rank in ranks:
-        rank.start()
-    finish(ranks)
+    start_ranks(job.racks, be_rank, (job, folder))
     records = [read_json(folder / f"rank{rank}.json") for rank in range(job.racks)]
     return {"job": asdict(job), "ranks": records} | figures(job, records)
 
@@ -281,7 +301,8 @@ def values(
     """
     if pipeline.key not in found or local.key not in found:
         return [math.nan] * len(printed)
-    piped, own = found[pipeline.key], found[local.key]
+    piped = found[pipeline.key]
+    own = found[local.key]
     scale = next(row["value"] for row in printed if "sent" in row["what"]) / piped["forward"]
     return [
         100 * (own["tokens_per_second"] / piped["tokens_per_second"] - 1),

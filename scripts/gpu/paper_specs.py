@@ -19,7 +19,9 @@ from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.models.shapes import ModelShapes
 
-SMALL_LAYERS, SMALL_HEADS, SMALL_WIDTH = 8, 8, 16
+SMALL_LAYERS = 8
+SMALL_HEADS = 8
+SMALL_WIDTH = 16
 SMALL = {"batch": 2, "prompt": 24, "new": 4}
 Measured = Mapping[str, Any]  # what `paper_bench` stores of a spec
 
@@ -60,7 +62,9 @@ class Spec:
     @property
     def name(self) -> str:
         """Of the program among those of its model."""
-        return self.system if self.layers is None else f"{self.system} {self.layers}"
+        if self.layers is None:
+            return self.system
+        return f"{self.system} {self.layers}"
 
     @property
     def low_rank(self) -> str:
@@ -112,7 +116,9 @@ class Row:
 
     def value(self, found: Mapping[str, Measured]) -> float:
         """What was measured, in the unit that is printed."""
-        unit, run, speedup = self.case.unit, self.case.run, self.speedup(found)
+        unit = self.case.unit
+        run = self.case.run
+        speedup = self.speedup(found)
         if unit in ("times dense", "percent improvement"):
             assert speedup is not None
             if unit == "times dense":
@@ -126,7 +132,8 @@ class Row:
 
 def timed(measured: Measured, run: Run) -> float:
     """Seconds of what a run's row shows, the median of the rounds."""
-    spec, rounds = measured["spec"], measured["rounds"]
+    spec = measured["spec"]
+    rounds = measured["rounds"]
     if run.measure == "first":
         return median(one["first_token"] for one in rounds)
     if run.measure == "token":
@@ -176,7 +183,9 @@ class Place:
             end = min(layers, max(2, -(-end * layers // printed)))
             system = f"lp:{min(max(1, pairs * layers // printed), end // 2)}:{end}"
         spec = Spec(model, system, self.ranks(run.ranks), self.small or run.link != "nvlink-off", **sizes)
-        return (spec, self._half(spec, layers // 2)) if run.per_layers else (spec,)
+        if run.per_layers:
+            return (spec, self._half(spec, layers // 2))
+        return (spec,)
 
     @staticmethod
     def _half(spec: Spec, layers: int) -> Spec:
@@ -198,8 +207,8 @@ class Place:
         entries = dict(CONFIGS.get(model) or read_json(SHAPES / f"{model}.json"))
         if not self.small:
             return entries
-        kv_heads = SMALL_HEADS if entries.get("num_key_value_heads") == entries["num_attention_heads"] else 4
-        kv_heads = SMALL_HEADS if model.startswith(("track", "pt-")) else kv_heads
+        grouped = entries.get("num_key_value_heads") != entries["num_attention_heads"]
+        kv_heads = 4 if grouped and not model.startswith(("track", "pt-")) else SMALL_HEADS
         sizes = {
             "num_hidden_layers": SMALL_LAYERS,
             "num_attention_heads": SMALL_HEADS,

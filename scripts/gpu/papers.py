@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # surgeon need not
 
 import torch
 
+from scripts.commands import make_parser
 from scripts.cost.cases import TRAINING, read_cases
 from scripts.gpu import paper_racks
 from scripts.gpu.paper_bench import Settings, Shared, measure
@@ -181,7 +182,8 @@ def check_folder(folder: Path, settings: Settings) -> None:
         ValueError: if it was not.
     """
     make_folder(folder / "runs")
-    facts, file = machine(settings), folder / "machine.json"
+    facts = machine(settings)
+    file = folder / "machine.json"
     if file.exists() and (before := read_json(file)) and any(before.get(key) != facts[key] for key in facts):
         changed = ", ".join(key for key in facts if before.get(key) != facts[key])
         raise ValueError(f"{folder} has runs of other {changed} (see its machine.json); give another folder with -o")
@@ -189,9 +191,7 @@ def check_folder(folder: Path, settings: Settings) -> None:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="scripts/gpu/papers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, prog="scripts/gpu/papers")
     parser.add_argument("paper", choices=list(PAPERS), help="which")
     parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="to send back")
     parser.add_argument("--small", action="store_true", help="tiny shapes on two CPU ranks")
@@ -214,11 +214,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = options.output or Path("runs") / f"papers-{options.paper}"
     torchrun = read_environment()
     started = None if torchrun is None else torchrun.ranks
-    gpus = None if options.small else started or torch.cuda.device_count()
-    place = Place(gpus, options.exact, options.small, options.model)
-    rounds, chunk = (1, SMALL_PASS) if options.small else (options.rounds, options.chunk)
-    device = "cpu" if options.small else "cuda"
-    settings = Settings(place, folder / "shapes", device, rounds, chunk, options.decoding, started)
+    shapes = folder / "shapes"
+    if options.small:
+        place = Place(None, options.exact, True, options.model)
+        settings = Settings(place, shapes, "cpu", 1, SMALL_PASS, options.decoding, started)
+    else:
+        place = Place(started or torch.cuda.device_count(), options.exact, False, options.model)
+        settings = Settings(place, shapes, "cuda", options.rounds, options.chunk, options.decoding, started)
     try:
         rows = rows_of(options, place)
         if torchrun is not None:
@@ -250,7 +252,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     write(folder, lines, f"{PAPERS[options.paper]} on {place_of(settings)}; {told}; `{command_line()}`")
     measured = sum(line.here == line.here for line in lines)
     print(f"{measured} of {len(lines)} rows measured; {folder} is what to send back", file=sys.stderr)
-    return 0 if measured else 1
+    if measured:
+        return 0
+    return 1
 
 
 def join(torchrun: TorchrunEnvironment, settings: Settings, rows: Sequence[Row]) -> None:

@@ -16,7 +16,6 @@ Python that is there, with whatever build of PyTorch it has.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
@@ -35,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # surgeon need not
 
 import torch
 
+from scripts.commands import make_parser
 from scripts.gpu.rehearsed import LONGEST, NEW, PROMPTS, Found, continued, on_rank, through_memory
 from scripts.gpu.rehearsed_models import edited, evaluated, made_factors, scanned, similar, training
 from scripts.gpu.stage import PROGRAMS, Stage
@@ -85,19 +85,22 @@ def passes(stage: Stage, program: str | None, way: str, family: str = "llama", k
 def _of_a_pass(found: Found, way: str) -> str:
     """What a pass that adds a token to each text has asked of a GPU."""
     assert len(found.waits) <= WAITS_OF_PASS, f"waits {len(found.waits)} times in a pass: {found.waits}"
-    recorded, launches = found.launches["graph"], found.launches.total()
+    recorded = found.launches["graph"]
+    launches = found.launches.total()
     assert recorded == (way == "captured"), f"{recorded} graphs in a pass"
     return f"{'1 graph' if recorded else f'{launches} launches'}, {len(found.waits)} wait"
 
 
 def launches(stage: Stage, way: str, kernels: bool = False) -> str:
     """How many launches a layer takes: the difference between four of them and two."""
-    counts, texts = [], INTERPRETED if kernels else (PROMPTS, NEW)
+    counts = []
+    texts = INTERPRETED if kernels else (PROMPTS, NEW)
     for program in (PROGRAMS["dense"], PROGRAMS["pruned"]):
         with pretended_gpus(1, kernels=kernels) as noted:
             engine = RankEngine(stage.plan("cuda", program, decoding=DECODINGS[way]), Alone(), torch.device("cuda", 0))
             counts.append(continued(engine, noted, *texts).launches.total())
-    each, outside = (counts[0] - counts[1]) / 2, 2 * counts[1] - counts[0]
+    each = (counts[0] - counts[1]) / 2
+    outside = 2 * counts[1] - counts[0]
     most = LAUNCHES_OF_LAYER["kernels" if kernels else way]
     assert each <= most, f"{each:g} launches of a layer, {most} at most"
     return f"{each:g} launches of a layer, {outside} outside"
@@ -105,7 +108,8 @@ def launches(stage: Stage, way: str, kernels: bool = False) -> str:
 
 def unconnected(stage: Stage, program: str, way: str, rank: int = 0, **more: Any) -> str:
     """One of two ranks that add nothing up, so that their passes can be recorded here: what it gives on the CPU."""
-    everybody, compression = Unconnected(rank, (0, 1)), more.pop("compression", None)
+    everybody = Unconnected(rank, (0, 1))
+    compression = more.pop("compression", None)
     collectives = everybody if compression is None else Compressed(everybody, compression)
     plan = partial(stage.plan, program=program, ranks=2, **more)
     expected = continued(RankEngine(plan("cpu"), collectives, torch.device("cpu")))
@@ -147,7 +151,8 @@ def over_gloo(stage: Stage, program: str, **more: Any) -> str:
 def recorded_at_start(stage: Stage, program: str) -> str:
     """Passes that were recorded before texts came are those that texts come to: none is recorded behind them."""
     expected = continued(RankEngine(stage.plan("cpu", program), Alone(), torch.device("cpu")))
-    counts, record = [0], CudaRecorder.__call__
+    counts = [0]
+    record = CudaRecorder.__call__
 
     def counting(recorder: CudaRecorder, compute: Callable[[], Any]) -> Callable[[], Any]:
         counts[-1] += 1
@@ -246,18 +251,19 @@ def rehearse(asked: Sequence[str], folder: Path, say: Callable[[str], None]) -> 
         for name in asked:
             began = time.monotonic()
             try:
-                found, verdict = parts()[name](stage), "right"
+                found = parts()[name](stage)
+                verdict = "right"
             except Exception as error:  # noqa: BLE001 - whatever it is, it is what the row is to say
-                found, verdict, wrong = f"{type(error).__name__}: {first_line(error)}", "WRONG", wrong + 1
+                found = f"{type(error).__name__}: {first_line(error)}"
+                verdict = "WRONG"
+                wrong = wrong + 1
             say(f"{name:<48}{found:<40} {time.monotonic() - began:>5.1f} {verdict}")
     say(f"{len(asked) - wrong} of {len(asked)} parts are right" + (f", {wrong} WRONG" if wrong else ""))
     return wrong
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="scripts/gpu/rehearse", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, prog="scripts/gpu/rehearse")
     parser.add_argument("--environment", metavar="DIR", help="where the environment lies, or is made")
     parser.add_argument("--here", action="store_true", help="make no environment")
     parser.add_argument("--only", nargs="+", metavar="TEXT", default=[""], help="parts whose names have one of these")

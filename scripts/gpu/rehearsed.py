@@ -29,7 +29,9 @@ from surgeon.runtime.plan.specification import Plan
 from surgeon.runtime.worker.rank import Rank
 from tests.pretended import Noted, pretended_gpus
 
-PROMPTS, NEW, LONGEST = (5, 14, 33), 6, 64
+PROMPTS = (5, 14, 33)
+NEW = 6
+LONGEST = 64
 CLOSE = 1e-4  # relative; float32 on both sides
 
 
@@ -55,7 +57,8 @@ class Found:
 
 
 def require_close(found: Any, expected: Any, most: float = CLOSE) -> None:
-    found, expected = torch.as_tensor(found).double(), torch.as_tensor(expected).double()
+    found = torch.as_tensor(found).double()
+    expected = torch.as_tensor(expected).double()
     error = float((found - expected).norm() / expected.norm())
     assert error <= most, f"{error:.1e} off"
 
@@ -72,7 +75,8 @@ def continued(
     Args:
         ahead: called when passes have been recorded before texts come, as a server has it; None where none are.
     """
-    groups, blocks = cache_groups(engine.plan).windows, blocks_for(LONGEST)
+    groups = cache_groups(engine.plan).windows
+    blocks = blocks_for(LONGEST)
     cache = engine.new_cache(len(groups) * (len(prompts) + 1) * blocks, len(prompts) + 1, grouped=len(groups) > 1)
     if ahead is not None:
         for passed in engine.passes_to_record(cache, len(prompts)):
@@ -101,7 +105,8 @@ def continued(
         best = engine.step(rows(starts, [[token] for token in best], Wanted.BEST), cache).best
         found.tokens.append(best)
     if noted is not None:
-        found.launches, found.waits = noted.launches.copy(), noted.waits.copy()
+        found.launches = noted.launches.copy()
+        found.waits = noted.waits.copy()
     starts = [length + new_tokens for length in prompts]
     beside = Row(0, texts[0], runs(len(prompts)), Wanted.BEST)
     best = engine.step([beside, *rows(starts, [[token] for token in best], Wanted.BEST)], cache).best
@@ -157,7 +162,8 @@ class Memory:
 def through_memory(rank: Rank, plans: Sequence[Plan]) -> tuple[Found, Found, str, Memory]:
     """Runs on a rank: what it makes of texts by a plan for the CPU and one for GPUs with symmetric memory."""
     assert isinstance(rank.collectives, TorchCollectives)
-    expected, memory = continued(RankEngine(plans[0], rank.collectives, rank.device)), Memory()
+    expected = continued(RankEngine(plans[0], rank.collectives, rank.device))
+    memory = Memory()
 
     with pretended_gpus(2), ExitStack() as stack:
         device = torch.device("cuda", rank.rank)

@@ -62,7 +62,8 @@ def made_factors(stage: Stage, calibration: dict[str, Any]) -> str:
     targets = [Matrix(replace(one, piece=None), role) for one in program.sublayers() for role, _ in one.ranks]
 
     def made(device: str) -> list[float]:
-        model, folder = surgeon.load(stage.model()).to(device), stage.folder / f"factors-{device}"
+        model = surgeon.load(stage.model()).to(device)
+        folder = stage.folder / f"factors-{device}"
         shutil.rmtree(folder, ignore_errors=True)
         plan = FactorPlan(program, {one: Making("whitened") for one in targets}, Calibration(**calibration))
         factors = make_factors(model, plan, windows, folder, model_hash="x")

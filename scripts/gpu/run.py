@@ -8,7 +8,8 @@ of fixed shapes, and recorded as CUDA graphs, with kernels of ours and without; 
 share a GPU over gloo, and have one each over NCCL where there are two. A row of the table is one such comparison, "s"
 the seconds that it took on the GPU. Then a random Llama of 3 billion parameters (of 1 billion where less than 24 GB are
 free) is decoded on one GPU: the share of the memory's measured bandwidth, what was allocated at the peak beside what
-the memory plan says, and the time beside that of transformers (static cache), of the same compiled
+the memory plan says, and the time beside that of passes of any shape, of the same layers in pairs (fused, and side by
+side), of transformers (static cache), of the same compiled
 ("reduce-overhead"), and of vLLM where this Python has it. It needs 7 GB of disk. What is computed runs in processes of
 their own: one that fails, is killed or hangs costs its rows, and the rest goes on. A verdict in words is the end. The
 exit status is 0 if every comparison is right, else 1; speed has no part in it.
@@ -35,10 +36,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # surgeon need not
 
 import torch
 
+from scripts.commands import make_parser
 from scripts.gpu.checks import MODELS, checks
 from scripts.gpu.judges import Judgement
 from scripts.gpu.sides import Check, Setup, Side
-from scripts.gpu.speeds import speed_rows, speeds
+from scripts.gpu.speeds import SPEEDS, speed_rows
 from scripts.gpu.verdict import SPEED_HEAD, speed_line, verdict
 from surgeon.gpus import describe_gpu
 from surgeon.processes.files import write_text
@@ -72,7 +74,8 @@ class Processes:
     """
 
     def __init__(self, setup: Setup, folder: Path, until: float) -> None:
-        self.folder, self.until = folder, until
+        self.folder = folder
+        self.until = until
         self.environment = os.environ | ({"TRITON_INTERPRET": "1"} if setup.device == "cpu" else {})
         (folder / "setup.json").write_text(json.dumps(asdict(setup)))
 
@@ -98,7 +101,8 @@ class Processes:
 
     def _events(self, side: Side, names: Sequence[str]) -> Iterator[dict[str, Any]]:
         """What one process says, until it ends; the last thing is that a check is done, or has failed."""
-        lines, log = self.folder / f"{side}.jsonl", self.folder / f"{side}.log"
+        lines = self.folder / f"{side}.jsonl"
+        log = self.folder / f"{side}.log"
         lines.write_text("")
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if side == "expected" else {}
         command = [sys.executable, str(CHILD), side, str(self.folder / "setup.json"), str(lines), *names]
@@ -107,13 +111,17 @@ class Processes:
                 command, env=self.environment | hidden, stdin=subprocess.DEVNULL, stdout=output, stderr=output
             )
             try:
-                began, over, open_line = time.monotonic(), False, ""
+                began = time.monotonic()
+                over = False
+                open_line = ""
                 while not over:
                     ended = process.poll() is not None  # before reading, so that nothing is missed
                     for line in said:
                         open_line += line
                         if open_line.endswith("\n"):
-                            event, open_line, began = json.loads(open_line), "", time.monotonic()
+                            event = json.loads(open_line)
+                            open_line = ""
+                            began = time.monotonic()
                             yield event
                             over = "failed" in event or event.get("done") == names[-1]
                     if over:
@@ -140,7 +148,8 @@ def _how_it_ended(code: int, log: Path) -> str:
 def judged(check: Check, name: str, expected: Results, found: Results) -> Iterator[tuple[str, Judgement, float]]:
     """The rows of a check, with the seconds that each took where it was to be found."""
     for row, judge in check.rows.items():
-        wanted, own = expected.values.get(check.key(row)), found.values.get(row)
+        wanted = expected.values.get(check.key(row))
+        own = found.values.get(row)
         if own is None:
             yield row, Judgement("", found.failures.get(name, "nothing was found"), False), 0.0
         elif wanted is None:
@@ -155,7 +164,9 @@ def table_line(what: str, expected: str, found: str, seconds: str, verdict: str)
 
 def compare(setup: Setup, names: Sequence[str], processes: Processes, say: Callable[[str], None]) -> dict[str, bool]:
     """Say the table of comparisons row by row; returns which of them are right."""
-    every, expected, found = checks(setup), Results(), Results()
+    every = checks(setup)
+    expected = Results()
+    found = Results()
     needed = {every[name].key(row) for name in names for row in every[name].rows}
     asked = [MODELS, *(name for name in every if needed & every[name].rows.keys())]
     for name in processes.run("expected", asked, expected):
@@ -176,7 +187,8 @@ def measure(
     setup: Setup, names: Sequence[str], processes: Processes, say: Callable[[str], None]
 ) -> tuple[dict[str, Any], list[str]]:
     """Say the table of speeds row by row; returns what was measured, and the rows that could not be."""
-    results, failed = Results(), []
+    results = Results()
+    failed = []
     say(SPEED_HEAD)
     for name in processes.run("speed", names, results):
         found = {row: value for row, (value, _) in results.values.items()}
@@ -199,10 +211,8 @@ def place_of(setup: Setup) -> str:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="scripts/gpu/check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    known = [*checks(Setup("cpu", 0, "")), *speeds()]
+    parser = make_parser(__doc__, prog="scripts/gpu/check")
+    known = [*checks(Setup("cpu", 0, "")), *SPEEDS]
     parser.add_argument("--small", action="store_true", help="on the CPU, in place of a GPU")
     parser.add_argument("--only", nargs="+", choices=known, default=known, metavar="NAME", help=", ".join(known))
     parser.add_argument("--folder", type=Path, help="where to keep models, results and logs; removed by default")
@@ -214,7 +224,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options, lines = parse(arguments), []
+    options = parse(arguments)
+    lines = []
 
     def say(line: str) -> None:
         lines.append(line)
@@ -223,19 +234,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) if options.folder is None else options.folder
         folder.mkdir(parents=True, exist_ok=True)
-        device = "cpu" if options.small else "cuda"
-        setup = Setup(device, 0 if options.small else torch.cuda.device_count(), str(folder.resolve()))
+        if options.small:
+            setup = Setup("cpu", 0, str(folder.resolve()))
+        else:
+            setup = Setup("cuda", torch.cuda.device_count(), str(folder.resolve()))
         say(f"{place_of(setup)}; {', '.join(f'{name} {version}' for name, version in versions().items())}")
         processes = Processes(setup, folder, time.monotonic() + LIMIT_SECONDS)
         compared = [name for name in options.only if name in checks(setup)]
-        measured = [name for name in options.only if name in speeds()]
+        measured = [name for name in options.only if name in SPEEDS]
         rights = compare(setup, compared, processes, say) if compared else {}
         found, failed = measure(setup, measured, processes, say) if measured else ({}, [])
         for sentence in verdict(rights, found, failed):
             say(sentence)
     if options.output is not None:
         write_text(options.output, "\n".join(lines) + "\n")
-    return 0 if all(rights.values()) else 1
+    if all(rights.values()):
+        return 0
+    return 1
 
 
 if __name__ == "__main__":

@@ -39,17 +39,23 @@ class Setup:
 
     def on(self, side: Side) -> str:
         """Where one side computes."""
-        return "cpu" if side == "expected" else self.device
+        if side == "expected":
+            return "cpu"
+        return self.device
 
     @property
     def ways(self) -> tuple[Decoding, ...]:
         """How passes that add a token are computed."""
-        return ("dynamic", "static", "auto") if self.device == "cuda" else ("dynamic", "static")
+        if self.device == "cuda":
+            return ("dynamic", "static", "auto")
+        return ("dynamic", "static")
 
     @property
     def collectives(self) -> tuple[str, ...]:
         """How two ranks talk: over NCCL where each has a GPU of its own, and over gloo on one GPU."""
-        return ("nccl", "gloo") if self.gpus > 1 else ("gloo",)
+        if self.gpus > 1:
+            return ("nccl", "gloo")
+        return ("gloo",)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,9 @@ from surgeon.runtime.plan.checks import make_plan
 KERNEL_ERRORS = {"bfloat16": 8e-3, "float16": 1e-3}
 MODEL_ERRORS = {"bfloat16": 5e-2, "float16": 7e-3}
 LENGTHS = (1, 7, 64, 129)  # of prompts; every new one is a new shape to attention
-KV_HEADS, GROUP, DIM = 2, 4, 128
+KV_HEADS = 2
+GROUP = 4
+DIM = 128
 TEXTS = (5, 70, 333)  # tokens in the cache of each text that attends
 PROGRAMS = 24  # that attention is divided into: four for each text and KV head
 PROMPTS, NEW = (21, 7), 6  # of texts whose next tokens are given
@@ -38,12 +40,16 @@ class Drawn:
     """Random tensors of one dtype, the same on both sides; kernels get them as they are, PyTorch in float32."""
 
     def __init__(self, dtype: str, device: str, kernels: TritonKernels | None) -> None:
-        self.dtype, self.device, self.kernels = getattr(torch, dtype), device, kernels
+        self.dtype = getattr(torch, dtype)
+        self.device = device
+        self.kernels = kernels
         self.generator = torch.Generator().manual_seed(0)
 
     def __call__(self, *shape: int) -> Tensor:
         made = torch.randn(*shape, generator=self.generator).to(self.dtype)
-        return made.float() if self.kernels is None else made.to(self.device)
+        if self.kernels is None:
+            return made.float()
+        return made.to(self.device)
 
     def order(self, count: int) -> Tensor:
         """Numbers below `count`, shuffled."""
@@ -78,11 +84,15 @@ def attend(drawn: Drawn, window: int | None = None, softcap: float | None = None
 
 def place(drawn: Drawn) -> Tensor:
     """Queries, keys and values of three tokens, as they are compared and kept."""
-    heads, tokens = KV_HEADS * GROUP, 3
-    qkv, gain = drawn(tokens, heads + 2 * KV_HEADS, DIM), drawn(heads + KV_HEADS, DIM)
-    cosine, sine = drawn(tokens, 1, DIM), drawn(tokens, 1, DIM)
+    heads = KV_HEADS * GROUP
+    tokens = 3
+    qkv = drawn(tokens, heads + 2 * KV_HEADS, DIM)
+    gain = drawn(heads + KV_HEADS, DIM)
+    cosine = drawn(tokens, 1, DIM)
+    sine = drawn(tokens, 1, DIM)
     if drawn.kernels is not None:
-        pair, places = drawn(2 * KV_HEADS, 11, DIM), torch.tensor([7, 0, 4], device=drawn.device)
+        pair = drawn(2 * KV_HEADS, 11, DIM)
+        places = torch.tensor([7, 0, 4], device=drawn.device)
         queries = drawn.kernels.place(qkv, heads, Placing(gain, 1e-6, (cosine, sine)), places, pair)
         return torch.cat([queries, pair[:, places].transpose(0, 1)], 1)
     compared = F.rms_norm(qkv[:, : heads + KV_HEADS], (DIM,), None, 1e-6) * gain
@@ -93,7 +103,9 @@ def place(drawn: Drawn) -> Tensor:
 def norm(drawn: Drawn) -> Tensor:
     """Of a sum, RMS."""
     width = 4096
-    x, added, gain = drawn(3, width), drawn(3, width), drawn(width)
+    x = drawn(3, width)
+    added = drawn(3, width)
+    gain = drawn(width)
     if drawn.kernels is not None:
         return drawn.kernels.norm(x, gain, None, 1e-5, centred=False, added=added)[1]
     return F.rms_norm((x + added).to(drawn.dtype).float(), (width,), gain, 1e-5)
@@ -112,8 +124,12 @@ def gate(drawn: Drawn) -> Tensor:
 
 def product(drawn: Drawn) -> Tensor:
     """A matrix times two tokens."""
-    x, weight, bias = drawn(2, 3000), drawn(1001, 3000), drawn(1001)
-    return F.linear(x, weight, bias) if drawn.kernels is None else drawn.kernels.product(x, weight, bias)
+    x = drawn(2, 3000)
+    weight = drawn(1001, 3000)
+    bias = drawn(1001)
+    if drawn.kernels is None:
+        return F.linear(x, weight, bias)
+    return drawn.kernels.product(x, weight, bias)
 
 
 def highest(drawn: Drawn) -> Tensor:
@@ -178,7 +194,8 @@ def _decoded(setup: Setup, ids: list[list[int]], dtype: str) -> Tensor:
     plan = make_plan(setup.wide, 1, max(PROMPTS) + NEW, None, setup.device, dtype=dtype, decoding=setup.ways[-1])
     engine = RankEngine(plan, Alone(), torch.device(setup.device))
     blocks = -(-(max(PROMPTS) + NEW) // BLOCK_TOKENS)
-    cache, found = engine.reusable_cache(blocks * len(PROMPTS)), []
+    cache = engine.reusable_cache(blocks * len(PROMPTS))
+    found = []
     tables = [([(text * blocks, blocks)],) for text in range(len(PROMPTS))]
     prompts = [Row(0, ids[text][:prompt], tables[text], Wanted.BEST) for text, prompt in enumerate(PROMPTS)]
     engine.step(prompts, cache)

@@ -7,11 +7,9 @@ has to read, the most that was allocated, and what the memory plan says.
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -20,51 +18,56 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, CompileConfig, StoppingCriteria
+from transformers import AutoModelForCausalLM, CompileConfig, LlamaConfig, StoppingCriteria
 
 from scripts.gpu.decode import (
     BANDWIDTH_BYTES,
     LARGE,
+    MIDDLE,
     SMALL,
     Load,
-    Shape,
     bandwidth,
-    decode,
+    bytes_read,
     free,
+    fused,
     make_model,
     open_engine,
+    pass_seconds,
     synchronise,
 )
-from scripts.gpu.decode import Setup as DecodeSetup
 from scripts.gpu.sides import Setup
+from scripts.vllm.engine import CELLS, decode_rates
 from surgeon.gpus import avoid_cudnn_attention
+from surgeon.language.operations import pair
+from surgeon.language.program import Program
 from surgeon.runtime.batching.windows import blocks_for
 from surgeon.runtime.plan.memory import footprint
-from surgeon.runtime.plan.specification import Plan
+from surgeon.runtime.plan.specification import Decoding, Plan
 
 MEMORY = "memory bandwidth"
-MIDDLE = Shape(2048, 8192, 16, 32, 8, 64, 128256)  # as Llama 3.2 1B
 LARGE_BYTES = 24 << 30  # of free memory that the larger model, its cache and another library's buffers want
 LOADS = {"cuda": (Load(1, 64, 64), Load(32, 1000, 32)), "cpu": (Load(1, 20, 6), Load(2, 40, 6))}
 ROUNDS = {"cuda": 3, "cpu": 1}
-VLLM = Path(__file__).parents[1] / "vllm" / "decode.py"
 VLLM_SECONDS = 170.0  # less than what a row may take, so that no process of vLLM's stays behind
 
 Rows = Iterator[tuple[str, Any]]
 
 
-def shape_of(device: str) -> Shape:
+def config_of(device: str) -> LlamaConfig:
     """The model that there is room for."""
     if device == "cpu":
         return SMALL
-    return LARGE if torch.cuda.mem_get_info()[0] >= LARGE_BYTES else MIDDLE
+    if torch.cuda.mem_get_info()[0] >= LARGE_BYTES:
+        return LARGE
+    return MIDDLE
 
 
-def model_of(setup: Setup) -> Path:
-    """The random model, made by whichever process needs it first."""
-    made = Path(setup.folder) / "speed-model"
+def model_of(setup: Setup, in_pairs: bool = False) -> Path:
+    """The random model, or one with its layers fused in pairs, made by whichever process needs it first."""
+    made = Path(setup.folder) / ("speed-model-fused" if in_pairs else "speed-model")
     if not made.exists():
-        make_model(made.with_suffix(".part"), shape_of(setup.device), setup.device).rename(made)
+        config = config_of(setup.device)
+        make_model(made.with_suffix(".part"), fused(config) if in_pairs else config, setup.device).rename(made)
         free(setup.device)
     return made
 
@@ -75,22 +78,39 @@ def measured_bandwidth(setup: Setup) -> Rows:
     free(setup.device)
 
 
-def by_surgeon(setup: Setup) -> Rows:
-    """One rank in this process, in passes that are recorded where they can be."""
+def decoded(setup: Setup, who: str, folder: Path, decoding: Decoding, program: Program | None = None) -> Rows:
+    """One rank in this process."""
     avoid_cudnn_attention()  # as ranks do
-    folder = model_of(setup)
+    on_gpu = setup.device == "cuda"
     for load in LOADS[setup.device]:
-        decoding = DecodeSetup(setup.device, shape_of(setup.device), [load], ROUNDS[setup.device])
-        if setup.device == "cuda":
+        if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        engine = open_engine(folder, decoding, decoding.fixed)
-        found = decode(engine, load, decoding.rounds)
-        memory = {"planned": planned_bytes(engine.plan, setup.device, load)}
-        if setup.device == "cuda":
-            memory["peak"] = torch.cuda.max_memory_allocated()
-        yield row_name("surgeon", load), {"batch": load.batch, "seconds": found.seconds, "bytes": found.bytes} | memory
+        engine = open_engine(folder, load, setup.device, decoding, program)
+        found = {"batch": load.batch, "seconds": pass_seconds(engine, load, ROUNDS[setup.device])}
+        found |= {"bytes": bytes_read(engine, load), "planned": planned_bytes(engine.plan, setup.device, load)}
+        if on_gpu:
+            found["peak"] = torch.cuda.max_memory_allocated()
+        yield row_name(who, load), found
         del engine
         free(setup.device)
+
+
+def by_surgeon(setup: Setup) -> Rows:
+    """Passes that are recorded where they can be."""
+    return decoded(setup, "surgeon", model_of(setup), setup.ways[-1])
+
+
+def in_any_shape(setup: Setup) -> Rows:
+    """Passes that are not recorded."""
+    return decoded(setup, "dynamic passes", model_of(setup), "dynamic")
+
+
+def by_pairs(setup: Setup) -> Rows:
+    """All layers in pairs: fused into layers of twice the width, and side by side."""
+    yield from decoded(setup, "fused pairs", model_of(setup, in_pairs=True), setup.ways[-1])
+    layers = config_of(setup.device).num_hidden_layers
+    program = pair(Program.dense(layers), range(layers))
+    yield from decoded(setup, "pairs side by side", model_of(setup), setup.ways[-1], program)
 
 
 def planned_bytes(plan: Plan, device: str, load: Load) -> int:
@@ -143,13 +163,8 @@ def by_transformers(setup: Setup, compiled: bool = False) -> Rows:
 
         seconds()  # compiles and records
         found = median(seconds() for _ in range(ROUNDS[setup.device]))
-        yield (
-            row_name("transformers, compiled" if compiled else "transformers", load),
-            {
-                "batch": load.batch,
-                "seconds": found,
-            },
-        )
+        who = "transformers, compiled" if compiled else "transformers"
+        yield row_name(who, load), {"batch": load.batch, "seconds": found}
 
 
 def by_compiled_transformers(setup: Setup) -> Rows:
@@ -161,29 +176,29 @@ def by_vllm(setup: Setup) -> Rows:
     if find_spec("vllm") is None:
         raise ModuleNotFoundError("vLLM is not installed")
     for load in LOADS[setup.device]:
-        sizes = map(str, (1, load.prompt, load.new, ROUNDS[setup.device], load.batch))
-        command = [sys.executable, str(VLLM), str(model_of(setup)), *sizes, "--dtype", "bfloat16"]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=VLLM_SECONDS, check=True)
-        rates = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"')))
-        yield row_name("vLLM", load), {"batch": load.batch, "seconds": load.batch / rates[str(load.batch)]}
+        sizes = map(str, (1, load.tokens, load.batch))
+        command = [sys.executable, str(CELLS), str(model_of(setup)), *sizes, "--dtype", "bfloat16"]
+        rates = decode_rates(command, load.prompt, load.new, [load.batch], timeout=VLLM_SECONDS)
+        yield row_name("vLLM", load), {"batch": load.batch, "seconds": load.batch / rates[load.batch]}
 
 
 def row_name(who: str, load: Load) -> str:
     return f"{who}, {load.batch} x {load.prompt}"
 
 
-def speeds() -> dict[str, Callable[[Setup], Rows]]:
-    """All measurements by their names."""
-    return {
-        "bandwidth": measured_bandwidth,
-        "surgeon": by_surgeon,
-        "transformers": by_transformers,
-        "compiled": by_compiled_transformers,
-        "vllm": by_vllm,
-    }
+SPEEDS: dict[str, tuple[Callable[[Setup], Rows], Sequence[str]]] = {  # by name, with whom it has a row of each load for
+    "bandwidth": (measured_bandwidth, ()),
+    "surgeon": (by_surgeon, ("surgeon",)),
+    "dynamic": (in_any_shape, ("dynamic passes",)),
+    "pairs": (by_pairs, ("fused pairs", "pairs side by side")),
+    "transformers": (by_transformers, ("transformers",)),
+    "compiled": (by_compiled_transformers, ("transformers, compiled",)),
+    "vllm": (by_vllm, ("vLLM",)),
+}
 
 
 def speed_rows(name: str, device: str) -> list[str]:
     """The rows that a measurement has."""
-    who = {"surgeon": "surgeon", "transformers": "transformers", "compiled": "transformers, compiled", "vllm": "vLLM"}
-    return [MEMORY] if name == "bandwidth" else [row_name(who[name], load) for load in LOADS[device]]
+    if name == "bandwidth":
+        return [MEMORY]
+    return [row_name(who, load) for who in SPEEDS[name][1] for load in LOADS[device]]

@@ -59,7 +59,8 @@ class Stage:
 
     @cached_property
     def text(self) -> Path:
-        path, sentences = self.folder / "text.txt", sample_sentences()
+        path = self.folder / "text.txt"
+        sentences = sample_sentences()
         path.write_text("\n".join(next(sentences) for _ in range(60)) + "\n")
         return path
 

@@ -54,7 +54,8 @@ def verdict(rights: Mapping[str, bool], speeds: Speeds, failed: Sequence[str]) -
 
 def _speed_words(row: str, speeds: Speeds) -> str:
     """A sentence about one load: the share of the bandwidth, and the time that others take beside surgeon's."""
-    found, load = speeds[row], row.removeprefix("surgeon, ")
+    found = speeds[row]
+    load = row.removeprefix("surgeon, ")
     share = bandwidth_share(row, speeds)
     texts, prompt = load.split(" x ")
     parts = [] if share is None else [f"reaches {share:.0%} of the measured bandwidth"]

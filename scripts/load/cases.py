@@ -1,4 +1,4 @@
-"""Prompts for run.py and checks.py, with the answers that transformers gives to them."""
+"""Prompts for run.py, with the answers that transformers gives to them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ class Case:
 
 def make_cases(options: argparse.Namespace) -> list[Case]:
     """Prompts of many lengths and what `transformers` makes of them, one at a time."""
-    tokenizer, model = open_tokenizer(options.model), surgeon.load(options.model)
+    tokenizer = open_tokenizer(options.model)
+    model = surgeon.load(options.model)
     if options.program:
         model = surgeon.edit(model, options.program)
-    generator, found = random.Random(0), []
+    generator = random.Random(0)
+    found = []
     files = library_files(held_out=True)
     with progress("offline answers", options.prompts, "prompts") as done:
         for number in range(options.prompts):

@@ -1,4 +1,4 @@
-"""`surgeon serve` as a process of its own, for run.py and checks.py."""
+"""`surgeon serve` as a process of its own, for run.py."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import re
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import httpx2
-import psutil
 
 COMMAND = [sys.executable, "-c", "from surgeon.commands.app import main; raise SystemExit(main())", "serve"]
 COMPLETIONS = "/v1/completions"
@@ -20,13 +18,12 @@ LONGEST_SECONDS = 300
 
 
 class Server:
-    """`surgeon serve` as a process; `lines` is what it has written, `ranks` how many it has."""
+    """`surgeon serve` as a process; `lines` is what it has written."""
 
     def __init__(self, options: argparse.Namespace, *more: str) -> None:
         command = [*COMMAND, options.model, "--tp", str(options.tp), "--port", "0", *more]
         if options.program:
             command += ["--program", options.program]
-        self.ranks = options.tp
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.lines: list[str] = []
         self.url = ""
@@ -49,21 +46,6 @@ class Server:
         text = httpx2.get(f"{self.url}/metrics", timeout=60).text
         pairs = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
         return {name: float(value) for name, _, value in pairs}
-
-    def wait_for(self, condition: Callable[[dict[str, float]], bool]) -> float:
-        """Seconds until the metrics are so."""
-        begun = time.monotonic()
-        while not condition(found := self.metrics()):
-            if time.monotonic() - begun > LONGEST_SECONDS:
-                raise SystemExit(f"the server is stuck: {found}")
-            time.sleep(0.02)
-        return time.monotonic() - begun
-
-    def rank(self, number: int) -> psutil.Process:
-        children = psutil.Process(self.process.pid).children()
-        return sorted((each for each in children if "surgeon.runtime" in each.cmdline()), key=lambda each: each.pid)[
-            number
-        ]
 
 
 @contextmanager

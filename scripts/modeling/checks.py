@@ -33,7 +33,11 @@ class Case:
     """One checkpoint, with what it should compute."""
 
     def __init__(self, folder: Path, form: str, ids: Tensor, logits: Tensor, tokens: Tensor) -> None:
-        self.folder, self.form, self.ids, self.logits, self.tokens = folder, form, ids, logits, tokens
+        self.folder = folder
+        self.form = form
+        self.ids = ids
+        self.logits = logits
+        self.tokens = tokens
         self.new_tokens = tokens.shape[1] - ids.shape[1]
 
     def load(self, folder: Path | None = None, **options: Any) -> Any:

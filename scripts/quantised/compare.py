@@ -23,7 +23,9 @@ from torch import Tensor
 from surgeon.models.weights import NamedTensors
 from surgeon.models.weights.quantised import quantised_matrices
 
-ROWS, COLUMNS, GROUP = 96, 256, 64
+ROWS = 96
+COLUMNS = 256
+GROUP = 64
 TOLERANCE = 1e-6  # of the largest number
 Comparison = tuple[str, Tensor, Tensor]
 
@@ -125,11 +127,9 @@ def awq(_: Tensor) -> Iterator[Comparison]:
     own: dict[str, Any] = {"torch": torch}
     kept = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef | ast.Assign)]
     exec(compile(ast.Module(kept, []), str(path), "exec"), own)
-    codes, zeros, scales = (
-        words(COLUMNS, ROWS // 8),
-        words(COLUMNS // GROUP, ROWS // 8),
-        torch.rand(COLUMNS // GROUP, ROWS),
-    )
+    codes = words(COLUMNS, ROWS // 8)
+    zeros = words(COLUMNS // GROUP, ROWS // 8)
+    scales = torch.rand(COLUMNS // GROUP, ROWS)
     config = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}
     ours = read(config, {"m.qweight": codes, "m.qzeros": zeros, "m.scales": scales})
     yield "gemm", ours, own["dequantize_gemm"](codes, zeros, scales, 4, GROUP).T
@@ -138,7 +138,8 @@ def awq(_: Tensor) -> Iterator[Comparison]:
 def transformers(_: Tensor) -> Iterator[Comparison]:
     fp8: Any = import_module("transformers.integrations.finegrained_fp8")
     experts: Any = import_module("transformers.integrations.mxfp4")
-    values, scales = torch.randn(ROWS, COLUMNS).to(torch.float8_e4m3fn), torch.rand(ROWS // 32, COLUMNS // GROUP)
+    values = torch.randn(ROWS, COLUMNS).to(torch.float8_e4m3fn)
+    scales = torch.rand(ROWS // 32, COLUMNS // GROUP)
     config = {"quant_method": "fp8", "weight_block_size": [32, GROUP]}
     ours = read(config, {"m.weight": values, "m.weight_scale_inv": scales})
     yield "FP8 in blocks", ours, fp8.Fp8Dequantize(None)._dequantize_one(values, scales, torch.float32)
@@ -159,7 +160,8 @@ WRITERS: dict[str, Callable[[Tensor], Iterator[Comparison]]] = {
 
 def main() -> int:
     torch.manual_seed(0)
-    matrix, wrong = torch.randn(ROWS, COLUMNS), 0
+    matrix = torch.randn(ROWS, COLUMNS)
+    wrong = 0
     for name, compare in WRITERS.items():
         if find_spec(name) is None:
             print(f"{name:20}not installed, not compared")

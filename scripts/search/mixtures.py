@@ -15,9 +15,14 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
+
+from scripts.commands import make_parser
 from scripts.search.run import try_programs
 from surgeon.analysis.importance import most_important
 from surgeon.analysis.subject import open_subject
@@ -57,7 +62,7 @@ class Known:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("model")
     parser.add_argument("--data", default="demo")
     parser.add_argument("--tokens", type=int, default=2048)
@@ -70,7 +75,8 @@ def main() -> None:
     parser.add_argument("--without", help="one of the spaces: a column more, of all the others together")
     parser.add_argument("--trials", type=int, default=60)
     given = parser.parse_args()
-    known, spaces = _known(given), given.space.split(",")
+    known = _known(given)
+    spaces = given.space.split(",")
     timed = given.cost == "speedup"
     levels = given.levels or ([1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7] if timed else [0.95, 0.9, 0.85, 0.8, 0.75, 0.7])
     named = [*(space[:9] for space in spaces), *([f"no {given.without}"[:9]] if given.without else [])]
@@ -103,7 +109,9 @@ def _known(given: argparse.Namespace) -> Known:
 
 
 def _divergence(trial: Trial | None) -> float:
-    return math.inf if trial is None else trial.measured.divergence
+    if trial is None:
+        return math.inf
+    return trial.measured.divergence
 
 
 def _row(level: float, alone: Sequence[float], together: Trial | None, won: float) -> str:

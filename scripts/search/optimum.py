@@ -12,8 +12,8 @@ and what share of all choices had been measured by then.
 
 from __future__ import annotations
 
-import argparse
 import math
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -24,6 +24,9 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
+
+from scripts.commands import make_parser
 from scripts.search.run import try_programs
 from surgeon.analysis.subject import Subject, open_subject
 from surgeon.checkpoint.locate import DEMO, locate
@@ -55,7 +58,7 @@ class Measured:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("model")
     parser.add_argument("--data", default="demo")
     parser.add_argument("--tokens", type=int, default=2048)
@@ -86,7 +89,8 @@ def _random_model(folder: Path) -> str:
 
 
 def _measure(subject: Subject) -> Measured:
-    mixture, layers = Mixture(parse_spaces("pair"), subject.opened), subject.opened.num_layers
+    mixture = Mixture(parse_spaces("pair"), subject.opened)
+    layers = subject.opened.num_layers
     evaluator = Evaluator(subject.model, subject.windows)
     begun = time.monotonic()
     terms = measure_terms(evaluator, TermsPlan.whole(mixture))

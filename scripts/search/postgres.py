@@ -10,7 +10,6 @@ command joins from another folder.
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import subprocess
@@ -27,6 +26,7 @@ import pandas as pd
 import psutil
 from optuna.trial import TrialState
 
+from scripts.commands import make_parser
 from scripts.search.made_up import TRIALS, divergence, key, made_up_study
 from scripts.search.server import PASSWORD, Server
 from surgeon.searches.study import open_storage
@@ -48,7 +48,9 @@ class Worker:
     @property
     def measured(self) -> list[str]:
         """The programs that it began to measure."""
-        return self.log.read_text().splitlines() if self.log.exists() else []
+        if self.log.exists():
+            return self.log.read_text().splitlines()
+        return []
 
 
 class Checks:
@@ -63,7 +65,7 @@ class Checks:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--work", type=Path, required=True, help="folder for the database and what the workers say")
     parser.add_argument("--quick", action="store_true", help="leave out the demo model")
     options = parser.parse_args()
@@ -71,7 +73,8 @@ def main() -> int:
     (work / "server").mkdir(parents=True)
     work.chmod(0o755)  # the server's user has to get into its folder
     os.environ["PGPASSWORD"] = PASSWORD
-    server, check = Server(work / "server"), Checks()
+    server = Server(work / "server")
+    check = Checks()
     try:
         server.make()
         refusals(server, work, check)
@@ -211,7 +214,8 @@ def refusal(address: str, work: Path) -> str:
 
 
 def start(server: Server, work: Path, name: str, seconds: float = SECONDS_A_TRIAL) -> Worker:
-    log, messages = work / f"{name}.log", work / f"{name}.txt"
+    log = work / f"{name}.log"
+    messages = work / f"{name}.txt"
     command = [sys.executable, "-m", "scripts.search.made_up", server.address, "four", str(seconds), str(log)]
     with messages.open("wb") as file:
         return Worker(begin(command, file), log, messages)

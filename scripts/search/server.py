@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-USER, PASSWORD, DATABASE = "surgeon", "not a secret", "searches"
+USER = "surgeon"
+PASSWORD = "not a secret"
+DATABASE = "searches"
 UNPRIVILEGED = "postgres"  # whom Debian's package makes; PostgreSQL refuses to run as root
 SECONDS = 60.0
 
@@ -90,7 +92,9 @@ class Server:
 
     @property
     def _user(self) -> str | None:
-        return UNPRIVILEGED if os.geteuid() == 0 else None
+        if os.geteuid() == 0:
+            return UNPRIVILEGED
+        return None
 
     def _run(self, command: Sequence[str]) -> None:
         environment = os.environ | {"PGPASSWORD": PASSWORD}

@@ -11,7 +11,6 @@ the peak of memory of both with a vocabulary of 128,000.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
+from scripts.commands import make_parser
 from surgeon.quality.head import OutputHead
 from surgeon.training.head_loss import HeadLoss, LogitsTask, _KnownGradient, by_liger
 from surgeon.training.token_store import IGNORED
@@ -53,10 +53,12 @@ def gradients(loss: Loss, stream: Tensor, head: OutputHead, task: LogitsTask) ->
 
 def differences(device: str) -> float:
     """The largest relative difference of all cases, which are printed."""
-    worst, caps = 0.0, (None,) if device == "cpu" else (None, 1.5)
+    worst = 0.0
+    caps = (None,) if device == "cpu" else (None, 1.5)
     for has_bias, scale, cap, share in product((False, True), (None, 0.7), caps, (0.0, 0.4)):
         head = head_of(53, 24, device)
-        head.scale, head.softcap = scale, cap
+        head.scale = scale
+        head.softcap = cap
         head.bias = torch.randn(53, device=device, requires_grad=True) if has_bias else None
         stream = torch.randn(19, 24, device=device, requires_grad=True)
         labels = torch.randint(53, (19,), device=device)
@@ -72,13 +74,15 @@ def differences(device: str) -> float:
 
 def costs(loss: Loss) -> str:
     """Time and memory of 16,384 tokens of 2,048 features, products in bfloat16."""
-    head, stream = head_of(128_000, 2048, "cuda"), torch.randn(16_384, 2048, device="cuda", requires_grad=True)
+    head = head_of(128_000, 2048, "cuda")
+    stream = torch.randn(16_384, 2048, device="cuda", requires_grad=True)
     task = LogitsTask(None, torch.randint(128_000, (16_384,), device="cuda"), text=1.0, logits=0.0)
     seconds = []
     for _ in range(4):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        before, begun = torch.cuda.memory_allocated(), time.perf_counter()
+        before = torch.cuda.memory_allocated()
+        begun = time.perf_counter()
         with torch.autocast("cuda", torch.bfloat16):
             found = loss(stream, head, task).loss
         torch.autograd.grad(found, [stream, head.weight])
@@ -89,7 +93,7 @@ def costs(loss: Loss) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     device = parser.parse_args().device
     torch.manual_seed(0)

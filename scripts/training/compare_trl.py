@@ -72,7 +72,8 @@ def tokenizer(template: str, special: str) -> Any:
     """The demo's, with the special tokens of one template, in one."""
     found = AutoTokenizer.from_pretrained(demo_model())
     found.add_special_tokens({"additional_special_tokens": sorted(set(SPECIAL.findall(special)))})
-    found.pad_token, found.chat_template = found.eos_token, template
+    found.pad_token = found.eos_token
+    found.chat_template = template
     return found
 
 

@@ -19,7 +19,6 @@ its difference from the first program, seed by seed at the same rate.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Iterator
@@ -34,6 +33,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # surgeon need not be installed
 
 import surgeon
+from scripts.commands import make_parser
 from surgeon.errors import Diverged
 from surgeon.quality.summary import known_interval
 from surgeon.training.run import run_folder
@@ -85,7 +85,7 @@ def in_words(values: np.ndarray[Any, np.dtype[np.float64]], how: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("config", type=Path, metavar="CONFIG.yaml")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--steps", type=int, help="in place of the configuration's")

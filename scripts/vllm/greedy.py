@@ -16,7 +16,8 @@ from typing import Any
 
 
 def main() -> None:
-    engine, cases = sys.argv[1], json.loads(Path(sys.argv[2]).read_text())
+    engine = sys.argv[1]
+    cases = json.loads(Path(sys.argv[2]).read_text())
     for case in cases:
         try:
             found = {"tokens": with_transformers(case) if engine == "transformers" else with_vllm(case, int(engine))}

@@ -1,8 +1,8 @@
 """Where the time of forward passes goes, on every rank: in computing, or in waiting for other ranks.
 
-A `TimedEngine` is a `RankEngine` that adds up how long its process computed each step and waited in collectives, by the
-machine's monotonic clock in seconds, so that ranks can be compared. A GPU goes on while its process waits or launches
-more: there `torch.profiler` tells when nothing but collectives ran, where that is asked for.
+A `TimedEngine` is a `RankEngine` that adds up how long its process waited in collectives, by the machine's monotonic
+clock in seconds, so that ranks can be compared. A GPU goes on while its process waits or launches more: there
+`torch.profiler` tells when nothing but collectives ran, where that is asked for.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from torch import Tensor
@@ -42,10 +41,6 @@ from surgeon.runtime.worker.worker import complete, keep
 PASS = "pass"  # what a profile calls one
 COLLECTIVE = re.compile("nccl|all_reduce", re.IGNORECASE)  # in the names of their kernels
 ACTIVITIES = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
-# Spans of passes that are recorded.
-COMPUTING = "computing"
-STARTING = "starting"
-WAITING = "waiting"
 
 now = time.perf_counter  # one clock for all processes of a machine on Linux
 Load = tuple[list[Request], int, Limits]  # texts, the blocks of a cache for them, and how they are computed together
@@ -59,10 +54,7 @@ class PassTiming:
         decode: whether it added one token to each text.
         began: when the rank turned to it; on rank 0 the end of the pass before.
         waiting: seconds in collectives, starting them included; None where that cannot be told.
-        steps: seconds of each step's computation, in the order of the rank's work; none where that cannot be told.
         layers, vocabulary: collectives of steps and forks, and of the embedding and the output head.
-        starting: of waiting, seconds to start a collective, the mean.
-        inside: collectives that each step waited for before it had computed its part.
     """
 
     decode: bool
@@ -70,11 +62,8 @@ class PassTiming:
     began: float
     ended: float
     waiting: float | None
-    steps: list[float]
     layers: Counts
     vocabulary: Counts
-    starting: float = 0.0
-    inside: list[int] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
@@ -95,7 +84,7 @@ class PassRecorder:
 
     Attributes:
         figures: of the engine, which tell collectives of the vocabulary from others.
-        marking: whether steps and exchanges are timed, as the process comes to them.
+        marking: whether exchanges are timed, as the process comes to them.
         what: being computed.
         profiled: whether steps have names in a profile.
     """
@@ -105,35 +94,23 @@ class PassRecorder:
     what: Step | str = ""
     profiled: bool = False
     passes: list[PassTiming] = field(default_factory=list)
-    steps: list[float] = field(default_factory=list)
-    inside: list[int] = field(default_factory=list)
-    starting: list[float] = field(default_factory=list)
     waiting: float = 0.0
 
     def close(self, decode: bool, tokens: int, began: float, ended: float, sent: tuple[Counts, Counts]) -> None:
         """End a pass, which sent the collectives of the program's steps, and those of the vocabulary."""
         waiting = self.waiting if self.marking else None
-        starting = fmean(self.starting or [0.0])
-        self.passes.append(PassTiming(decode, tokens, began, ended, waiting, self.steps, *sent, starting, self.inside))
+        self.passes.append(PassTiming(decode, tokens, began, ended, waiting, *sent))
         self.drop()
 
     def drop(self) -> None:
         """Begin another pass."""
-        self.steps = []
-        self.inside = []
-        self.starting = []
         self.waiting = 0.0
 
     def replayed(self, spans: Sequence[tuple[Any, float, float]]) -> None:
         """Add the spans of a pass that is computed from a recording."""
-        for (kind, sent), began, ended in spans:
-            if kind == COMPUTING:
-                self.steps.append(ended - began)
-                self.inside.append(0)
-            elif sent:
+        for sent, began, ended in spans:
+            if sent:
                 self.waiting += ended - began
-            if kind == STARTING and sent:
-                self.starting.append(ended - began)
 
 
 class TimedCollectives(Around):
@@ -166,18 +143,17 @@ class TimedCollectives(Around):
         before = counts.bytes
         sent: list[int] = []
         began = now()
-        with spanned((STARTING, sent)), in_profile(f"start {name}", profiled):
+        with spanned(sent), in_profile(f"start {name}", profiled):
             wait = start(tensor, counts)
         started = now()
         if counts.bytes == before:
             return wait
         sent.append(counts.bytes - before)
-        recorder.starting.append(started - began)
         recorder.waiting += started - began
 
         def timed_wait() -> Tensor:
             waited = now()
-            with spanned((WAITING, sent)), in_profile(f"wait for {name}", profiled):
+            with spanned(sent), in_profile(f"wait for {name}", profiled):
                 result = wait()
             recorder.waiting += now() - waited
             return result
@@ -214,7 +190,7 @@ class TimedEngine(RankEngine):
 
 
 class TimedMachine(RankMachine):
-    """One pass on one rank, whose every step is timed."""
+    """One pass on one rank, whose every step has a name in a profile."""
 
     def __init__(
         self, recorder: PassRecorder, program: RankProgram, shared: Pass, group: Group, work: WorkAhead
@@ -225,17 +201,8 @@ class TimedMachine(RankMachine):
     def compute(self, step: Step, stream: Tensor) -> Partial:
         recorder = self.recorder
         recorder.what = step
-        if not recorder.marking:
-            with in_profile(step, recorder.profiled):
-                return super().compute(step, stream)
-        before = recorder.waiting
-        exchanges = len(recorder.starting)
-        began = now()
-        with spanned((COMPUTING, None)), in_profile(step, recorder.profiled):
-            partial = super().compute(step, stream)
-        recorder.steps.append(now() - began - (recorder.waiting - before))
-        recorder.inside.append(len(recorder.starting) - exchanges)
-        return partial
+        with in_profile(step, recorder.profiled):
+            return super().compute(step, stream)
 
     def join(self, fork: Fork, added: Tensor) -> Partial:
         self.recorder.what = "join"

@@ -15,6 +15,7 @@ from scripts.bench.expected import expected_decode
 from surgeon.benchmarks.measure import Measurement, Needs, RankBench, Result, plan_candidates, summarise
 from surgeon.benchmarks.timing import PassTiming, RankRun
 from surgeon.cost.candidates import open_candidates
+from surgeon.cost.clocks import Transfer
 from surgeon.cost.workload import Workload
 from surgeon.language.operations import tracks
 from surgeon.language.program import Program
@@ -131,7 +132,8 @@ def test_what_is_expected_of_a_known_link_happens(measured_until: MeasuredUntil)
     def happens(results: Results) -> bool:
         """Waiting for the other rank comes on top; a link never ends early; ranks may be interrupted in a step."""
         return all(
-            0.9 * expected_decode(Program.parse(PROGRAMS[name]), result.runs[-1], DELAY) < result.rounds[-1].per_token
+            0.9 * expected_decode(Program.parse(PROGRAMS[name]), result.runs[-1], Transfer(delay=DELAY))
+            < result.rounds[-1].per_token
             for (name, _), result in results.items()
             if name != "upper-bound"
         )
@@ -158,7 +160,7 @@ def test_one_new_token_has_no_decoding_passes(bench: RankBench) -> None:
 def passes(*seconds: tuple[float, float], decode: bool) -> list[PassTiming]:
     """Passes of some duration each, of which some time is waited."""
     counts = Counts()
-    return [PassTiming(decode, 1, 10.0, 10.0 + all_of_it, waits, [], counts, counts) for all_of_it, waits in seconds]
+    return [PassTiming(decode, 1, 10.0, 10.0 + all_of_it, waits, counts, counts) for all_of_it, waits in seconds]
 
 
 def test_the_split_is_of_the_rank_that_waits_most() -> None:

@@ -244,7 +244,7 @@ def test_prompts_and_slow_links_are_not_recorded(folders: Callable[[str], Path])
 # Engines that say where the time went say so of recorded passes, too.
 
 
-def test_steps_of_recorded_passes_are_timed(folders: Callable[[str], Path]) -> None:
+def test_waits_of_recorded_passes_are_timed(folders: Callable[[str], Path]) -> None:
     rank: Any = SimpleNamespace(device=torch.device("cpu"), engines={})
     engine = TimedEngine(make_plan(folders("llama"), 1, 100), rank, Alone())
     cache = engine.new_cache(BLOCKS)
@@ -252,8 +252,6 @@ def test_steps_of_recorded_passes_are_timed(folders: Callable[[str], Path]) -> N
         engine.step(one_more([(5 + number, [0, 1])], number), cache)
     assert recorded_by(engine).problems == {}
     for one in engine.recorder.passes:
-        assert len(one.steps) == 8
-        assert 0 < sum(one.steps) < one.seconds
         assert one.waiting == 0
 
 

@@ -384,11 +384,11 @@ def test_timing_of_recorded_passes(checkpoints: dict[str, Path]) -> None:
         engine.recorder.marking = False
         record_by(trace, engine)
         list(all_logits(engine))
-        seen.append([(one.decode, one.steps, one.layers, one.vocabulary) for one in engine.recorder.passes])
+        seen.append([(one.decode, one.layers, one.vocabulary) for one in engine.recorder.passes])
     assert seen[0] == seen[1]
     assert [one[0] for one in seen[0]] == [False] * len(TEXTS) + [True] * 12
     syncs = Program.parse(PROGRAMS["LP"]).sync_points(2)
-    assert all(layers.all_reduces == syncs and steps == [] for _, steps, layers, _ in seen[0])
+    assert all(layers.all_reduces == syncs for _, layers, _ in seen[0])
 
 
 def test_cpus_decode_in_passes_of_any_shape(checkpoints: dict[str, Path]) -> None:

@@ -46,8 +46,7 @@ def test_the_table() -> None:
         own.add(8, 3 * seconds, [seconds] * 3)
         vllm.add(8, 3 * others, [others, 9.0, others])
     most = [rooflines.Rates(one, 2 * one) for one in (32.0, 16.0, 64.0)]
-    head, line = engines.lines([Row(Cell(1, 1024, 8, 4, True), own, vllm, most)])
-    names, rule = head.split("\n")
+    names, rule, line = engines.lines([Row(Cell(1, 1024, 8, 4, True), own, vllm, most)])
     assert names.count("|") == rule.count("|") == line.count("|")
     assert [text.strip() for text in line.strip("| ").split("|")] == [
         "1",
@@ -70,7 +69,7 @@ def test_the_table() -> None:
 def test_prompts_alone_have_no_rate() -> None:
     own = Measured()
     own.add(1, 0.5, [])
-    assert engines.lines([Row(Cell(1, 8, 1, 1, False), own, own)])[1].endswith("| 1.00 |  |  |  |  |  |  |  |")
+    assert engines.lines([Row(Cell(1, 8, 1, 1, False), own, own)])[2].endswith("| 1.00 |  |  |  |  |  |  |  |")
 
 
 @pytest.mark.parametrize("size", [TINY, SIZES["75M"]])

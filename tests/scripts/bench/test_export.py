@@ -41,7 +41,7 @@ def test_the_table_is_printed_whether_or_not_goals_are_missed(
     monkeypatch.setattr(export, "copy_of", lambda *_: next(copies))
     monkeypatch.setattr(export, "export", exported)
     only = [word for form in ("plain", "fused") for word in ("--only", form)]
-    monkeypatch.setattr("sys.argv", ["export.py", "--folder", str(model), "--no-faults", *only])
+    monkeypatch.setattr("sys.argv", ["export.py", "--folder", str(model), *only])
     if peak <= PEAK_LIMIT:
         main()
     else:

@@ -1,12 +1,10 @@
-"""scripts/bench/pipelined_ranks.py and local_ranks.py: ranks come to the numbers of one process; links, pace, bytes."""
+"""scripts/bench/pipelined_ranks.py: ranks come to the numbers of one process; links, pace, bytes."""
 
 from __future__ import annotations
 
-import copy
-import math
 import os
+import pickle
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +14,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 
-from scripts.bench import pipelined
 from scripts.bench.pipelined_p2p import Pace, Trace, Traffic, shared_file
-from scripts.bench.pipelined_ranks import LOCAL, Job, Outcome, prepare, read_outcome
-from scripts.bench.rack_memory import HeldBytes
-from scripts.bench.rack_model import Optimisation, Rack, Stretch, build, cut, head_units, next_token_loss
+from scripts.bench.pipelined_ranks import Job, prepare, read_records
+from scripts.bench.rack_model import Optimisation, Stretch, build, cut, head_units
 from surgeon.runtime.comm.link import Link
 from tests import warm
 from tests.clock import HandClock
 
 RANK = (
-    "import sys; from pathlib import Path; from scripts.bench.pipelined_ranks import run_rank; "
-    "run_rank(Path(sys.argv[1]), int(sys.argv[2]))"
+    "import pickle, sys; from pathlib import Path; from scripts.bench.pipelined_ranks import run_rank; "
+    "folder = Path(sys.argv[1]); run_rank(pickle.loads((folder / 'job').read_bytes()), folder, int(sys.argv[2]))"
 )
 STEPS = Optimisation(steps=3, batch=4, micro_batch=1, rate=1e-2, warmup=1)
 
@@ -50,12 +46,13 @@ def windows() -> Tensor:
     return torch.randint(53, (20, 16), generator=torch.Generator().manual_seed(3))
 
 
-def run(job: Job, folder: Path) -> Outcome:
+def run(job: Job, folder: Path) -> list[dict[str, Any]]:
     prepare(job, build(job.config, 0), windows(), folder)
+    (folder / "job").write_bytes(pickle.dumps(job))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [warm.Popen([sys.executable, "-c", RANK, str(folder), str(rank)], env=environment) for rank in range(2)]
     assert [rank.wait() for rank in ranks] == [0, 0]
-    return read_outcome(job, folder)
+    return read_records(job, folder)
 
 
 def in_one_process(model: PreTrainedModel) -> list[float]:
@@ -73,40 +70,11 @@ def in_one_process(model: PreTrainedModel) -> list[float]:
     return losses
 
 
-def test_stages_come_to_the_losses_and_weights_of_one_process(tmp_path: Path) -> None:
-    link = {"delay": 0.001, "bandwidth": 1e6}
-    outcome = run(Job("1f1b", 2, config().to_dict(), STEPS, **link), tmp_path)  # type: ignore[arg-type]
-    model = build(config(), 0)
-    check = pipelined.compare(outcome, in_one_process(model), model)
-    assert max(check.losses) < 1e-5
-    assert check.weights < 1e-3
+def test_stages_come_to_the_losses_of_one_process(tmp_path: Path) -> None:
+    records = run(Job("1f1b", 2, config(), STEPS, Link(0.001, 1e6)), tmp_path)
+    assert records[-1]["losses"] == pytest.approx(in_one_process(build(config(), 0)), rel=1e-5)
     stream = 16 * 16 * 4 * STEPS.batch * STEPS.steps
-    assert [record["sent"] for record in outcome.records] == [{"forward": stream}, {"backward": stream}]
-    assert [record["received"] for record in outcome.records] == [{"backward": stream}, {"forward": stream}]
-
-
-def test_racks_come_to_what_each_computes_from_the_one_before_it(tmp_path: Path) -> None:
-    outcome = run(Job(LOCAL, 2, config().to_dict(), STEPS), tmp_path)
-    model = build(config(), 0)
-    racks = [Rack(Stretch(model, layers), 1, STEPS.seed) for layers in cut(4, 2)]
-    made = [STEPS.optimiser(list(rack.named_parameters())) for rack in racks]
-    for ids in STEPS.batches(windows()):
-        stream = ids
-        for rack, (optimiser, rates) in zip(racks, made, strict=True):
-            stream = rack.stretch.run(stream)
-            next_token_loss(rack.predict(stream), ids).backward()
-            nn.utils.clip_grad_norm_(rack.parameters(), STEPS.norm)
-            optimiser.step()
-            rates.step()
-            optimiser.zero_grad()
-            stream = stream.detach()
-    expected = dict(model.named_parameters())
-    found = outcome.weights(STEPS.steps)
-    assert set(found) == set(expected)
-    for name, weight in found.items():
-        torch.testing.assert_close(weight, expected[name].detach(), rtol=0, atol=2e-4)
-    sent = [record["sent"] for record in outcome.records]
-    assert sent == [{"forward": 16 * 16 * 4 * STEPS.batch * STEPS.steps}, {}]
+    assert [record["sent"] for record in records] == [{"forward": stream}, {"backward": stream}]
 
 
 def test_stretches_together_are_the_model() -> None:
@@ -175,7 +143,7 @@ def test_a_message_arrives_after_the_links_time_and_leaves_before_that(tmp_path:
     assert clock.now() - begun == 100 / 10
     received.wait()
     assert clock.now() - begun == 100 / 10 + 5
-    assert (ends[0].sent, ends[1].received) == ({"forward": 100}, {"forward": 100})
+    assert ends[0].sent == {"forward": 100}
     assert [row[2] for row in ends[0].trace.rows] == ["send", "wait_room"]
     assert [row[2] for row in ends[1].trace.rows] == ["wait_input"]
 
@@ -189,42 +157,3 @@ def test_without_a_link_nothing_waits_longer_than_the_message(tmp_path: Path, cl
     sent.wait()
     received.wait()
     assert clock.now() == begun
-
-
-def test_bytes_that_autograd_holds_are_those_of_what_backward_needs() -> None:
-    weight = nn.Parameter(torch.randn(8, 8))
-    inputs = torch.randn(4, 8)
-    with HeldBytes([weight]) as held:
-        product = inputs @ weight  # keeps its input
-        squared = product.square()  # keeps the product
-        assert held.now == inputs.nbytes + product.nbytes
-        squared.sum().backward()
-    del squared, product
-    assert (held.now, held.most) == (0, 2 * inputs.nbytes)
-
-
-def test_a_job_is_what_was_written(tmp_path: Path) -> None:
-    job = Job("gpipe", 4, {"hidden_size": 8}, STEPS, 0.001, math.inf, (1.0, 2.0), snapshots=(3, 5))
-    job.write(tmp_path)
-    assert Job.read(tmp_path) == job
-    assert replace(job, delay=None).link is None
-
-
-def test_slow_ranks_are_read() -> None:
-    assert pipelined.parse_slow("1=2,3=1.5", 4) == (1.0, 2.0, 1.0, 1.5)
-
-
-def test_losses_and_weights_that_differ_are_found(tmp_path: Path) -> None:
-    model = build(config(), 0)
-    records = [{"losses": [2.0, 4.0]}]
-    job = Job("gpipe", 1, {}, replace(STEPS, steps=2))
-    outcome = Outcome(job, tmp_path, records)
-    moved = copy.deepcopy(model)
-    with torch.no_grad():
-        moved.lm_head.weight[0, 0] += 1.0
-    found = {name: one.detach() for name, one in moved.named_parameters()}
-    object.__setattr__(outcome, "weights", lambda _: found)
-    check = pipelined.compare(outcome, [2.0, 5.0], model)
-    largest = max(float(one.detach().abs().max()) for one in model.parameters())
-    assert check.losses == [0.0, pytest.approx(0.2)]
-    assert check.weights == pytest.approx(1.0 / largest)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,11 +10,11 @@ import pytest
 
 from scripts.bench import rack_bench, racks
 from scripts.bench.pipelined_p2p import Trace
-from scripts.bench.pipelined_ranks import LOCAL, SCHEDULES, Job, record_of
-from scripts.bench.rack_bench import Bench, Cell, Figures
+from scripts.bench.pipelined_ranks import SCHEDULES, Job, record_of
+from scripts.bench.rack_bench import RACKS, Bench, Cell
 from scripts.bench.rack_model import Optimisation, head_units
-from scripts.bench.rack_processes import PROCESSES
 from surgeon.processes.files import write_json
+from surgeon.runtime.comm.link import Link
 from surgeon.training.racks.rack_log import ItemKey, ItemKind, RackLog
 from surgeon.training.racks.run_files import PLAN_FILE, RESULT_FILE, rack_folder
 
@@ -29,8 +28,6 @@ def bench(output: Path) -> Bench:
 def leave(made: Bench, cell: Cell, step_seconds: float, waits: float) -> Job:
     """What a run leaves in which every step takes as long, and every rank waits for so much of it."""
     job, folder = made.job(cell), cell.folder(made.output, 0)
-    (folder / "rank-0").mkdir(parents=True)
-    job.write(folder)
     for rank in range(cell.ranks):
         trace, times = Trace(), []
         for step in range(1, job.optimisation.steps + 1):
@@ -41,20 +38,20 @@ def leave(made: Bench, cell: Cell, step_seconds: float, waits: float) -> Job:
             trace.add(begun, middle, "compute", "forward", 0)
             trace.add(begun, middle, "send", "forward", 0)
             trace.add(middle, begun + step_seconds, "wait_input" if rank else "wait_room", "forward", 0)
-        (folder / f"rank-{rank}").mkdir(exist_ok=True)
+        (folder / f"rank-{rank}").mkdir(parents=True)
         trace.write(folder / f"rank-{rank}" / "timeline.csv")
-        back = {} if cell.way == LOCAL or rank == 0 else {"backward": 600}
-        record = {"times": times, "losses": [1.0], "sent": {"forward": 300} | back, "received": {}, "peak": 1000 + rank}
-        record_of(folder, rank).write_text(json.dumps(record | {"held": 50 + rank}))
+        back = {"backward": 600} if rank else {}
+        record = {"times": times, "losses": [1.0], "sent": {"forward": 300} | back, "peak": 1000 + rank}
+        write_json(record_of(folder, rank), record)
     return job
 
 
 def test_figures_are_those_of_the_steps_behind_the_first(tmp_path: Path) -> None:
     made, cell = bench(tmp_path), Cell(2, "none", "1f1b")
     job = leave(made, cell, 0.5, 0.2)
-    found = rack_bench.figures_of(cell, cell.folder(tmp_path, 0))
+    found = made.figures(cell, cell.folder(tmp_path, 0))
     assert found.speed == pytest.approx(8 * rack_bench.WINDOW / 0.5)
-    assert found.idle == pytest.approx((0.2, 0.2))
+    assert (found.idle, found.most_idle) == (pytest.approx(0.2), pytest.approx(0.2))
     steps = job.optimisation.steps
     assert (found.forward, found.backward, found.resident) == (600 / steps, 600 / steps, 1001)
     units = 4 + head_units(made.config)  # of both ranks together, forward
@@ -62,28 +59,28 @@ def test_figures_are_those_of_the_steps_behind_the_first(tmp_path: Path) -> None
 
 
 def test_a_coda_and_a_slow_rank_are_to_take_longer() -> None:
-    job = Job("1f1b", 2, bench(Path()).config.to_dict(), STEPS, unit=0.01)
+    job = Job("1f1b", 2, bench(Path()).config, STEPS, unit=0.01)
     head = head_units(job.config)
-    assert rack_bench.paced_seconds(job, 0, job.schedule) == pytest.approx(3 * 2 * 0.01)
-    assert rack_bench.paced_seconds(job, 1, job.schedule) == pytest.approx(3 * (2 + head) * 0.01)
-    local = replace(job, schedule=LOCAL, factors=(2.0, 1.0))
-    assert rack_bench.paced_seconds(local, 0, LOCAL) == pytest.approx(2 * 3 * (2 + 1 + head) * 0.01)
-    assert rack_bench.paced_seconds(local, 1, LOCAL) == pytest.approx(3 * (2 + head) * 0.01)
+    assert rack_bench.paced_seconds(job, 0) == pytest.approx(3 * 2 * 0.01)
+    assert rack_bench.paced_seconds(job, 1) == pytest.approx(3 * (2 + head) * 0.01)
+    local = replace(job, schedule=RACKS, factors=(2.0, 1.0))
+    assert rack_bench.paced_seconds(local, 0) == pytest.approx(2 * 3 * (2 + 1 + head) * 0.01)
+    assert rack_bench.paced_seconds(local, 1) == pytest.approx(3 * (2 + head) * 0.01)
 
 
 def test_every_way_meets_every_link(tmp_path: Path) -> None:
     todo = rack_bench.cells([2], ["none", "slow"])
-    assert [cell.way for cell in todo] == [*rack_bench.WAYS, *rack_bench.WAYS]
+    assert [cell.way for cell in todo] == [*rack_bench.NAMES, *rack_bench.NAMES]
     assert bench(tmp_path).job(todo[-1]).factors == (1.0, 2.0)
-    assert bench(tmp_path).job(Cell(2, "10MB/s", "gpipe")).bandwidth == 10e6
+    assert bench(tmp_path).job(Cell(2, "10MB/s", "gpipe")).link == Link(bandwidth=10e6)
 
 
 def test_runs_are_tabled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made, todo = bench(tmp_path), [cell for cell in rack_bench.cells([4], ["none"]) if cell.way in SCHEDULES]
     for cell in todo:
-        leave(made, cell, *((0.4, 0.01) if cell.way == LOCAL else (0.6, 0.3)))
+        leave(made, cell, *((0.4, 0.01) if cell.way == "interleaved" else (0.6, 0.3)))
     racks.show(made, todo)
-    assert "| 4 | none | local, a coda of 1 | 2560 (2560, 2560) | +50% | " in capsys.readouterr().out
+    assert "| 4 | none | interleaved 1F1B | 2560 (2560, 2560) | +50% | " in capsys.readouterr().out
 
 
 def leave_racks(folder: Path) -> None:
@@ -105,20 +102,15 @@ def leave_racks(folder: Path) -> None:
 
 
 def test_surgeons_own_processes_are_read_from_their_run(tmp_path: Path) -> None:
-    cell = Cell(2, "none", PROCESSES)
+    cell = Cell(2, "none", RACKS)
     folder = cell.folder(tmp_path, 0)
     for rank in range(2):
         rack_folder(folder, rank).mkdir(parents=True)
-    assert not rack_bench.whole(cell, folder)
+    assert not cell.has_ended(folder)
     leave_racks(folder)
-    assert rack_bench.whole(cell, folder)
-    found = rack_bench.figures_of(cell, folder)
+    assert cell.has_ended(folder)
+    found = bench(tmp_path).figures(cell, folder)
     assert found.speed == pytest.approx(2 * 8 * rack_bench.WINDOW / 16)
-    assert found.idle == pytest.approx((0.25, 0.25))
+    assert (found.idle, found.most_idle) == (pytest.approx(0.25), pytest.approx(0.25))
     assert (found.forward, found.backward) == (600, 0)
     assert found.paced == pytest.approx(24 / (2 * 8 * 0.5) - 1)
-
-
-def test_figures_take_the_median() -> None:
-    rounds = [Figures(speed, 1.0, 1.0, (0.1,), 1) for speed in (3.0, 1.0, 2.0)]
-    assert rack_bench.median(rounds, rack_bench.speed) == 2.0

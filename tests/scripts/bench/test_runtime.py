@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from scripts.bench import runtime
 from surgeon.benchmarks.measure import Measurement, Result, Split
 from surgeon.benchmarks.timing import PassTiming, RankRun
+from surgeon.cost.clocks import Transfer
 from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.runtime.comm.collectives import Counts
@@ -20,6 +22,9 @@ STEP, REST, DELAY, BYTES = 0.002, 0.003, 0.001, 2048
 
 class Plan:
     """As much of one as the script looks at."""
+
+    ranks = 2
+    family = SimpleNamespace(steps_per_layer=2)
 
     def __init__(self, program: Program, halves: str) -> None:
         self.program, self.halves = str(program), halves
@@ -37,7 +42,7 @@ def result(name: str, program: Program, waiting: float, other: float = 0.0) -> R
     split = Split(0, waiting, sum(steps) + REST, counts, Counts())
     per_token = seconds + other
     one = Measurement(0.1, 0.1, 7 * per_token, per_token, 1 / per_token, split, split)
-    passes = [PassTiming(True, 1, 0.0, seconds, waiting, steps, counts, Counts()) for _ in range(2)]
+    passes = [PassTiming(True, 1, 0.0, seconds, waiting, counts, Counts()) for _ in range(2)]
     plan: Any = Plan(program, "on" if name == runtime.HALVES else "off")
     runs = [RankRun(0.0, passes), RankRun(0.0, passes)]
     return Result(name, plan, Workload(1, 4, 8), name != "upper bound", [one, one], [runs, runs])
@@ -73,13 +78,13 @@ def test_what_is_expected_of_a_known_link(name: str, seconds: float) -> None:
     dense, own = (result(one, programs[one], 0.05) for one in ("dense", name))
     way = runtime.parse_way("1ms")
     assert way.link == Link(DELAY)
-    assert runtime.expected(own, dense, runtime.delays(way, dense)) == pytest.approx(seconds)
+    assert runtime.expected(own, dense, runtime.transfers(way, dense)) == pytest.approx(seconds)
 
 
 def test_other_delays_make_the_expectation_of_dense_right() -> None:
     dense = result("dense", runtime.programs()["dense"], 0.05, other=0.01)
-    delays = runtime.delays(runtime.parse_way("shm"), dense)
-    assert delays == [(pytest.approx(0.06 / 50), 0.0)] * 2
+    delays = runtime.transfers(runtime.parse_way("shm"), dense)
+    assert [one.delay for one in delays] == [pytest.approx(0.06 / 50)] * 2
     assert runtime.expected(dense, dense, delays) == pytest.approx(dense.rounds[0].per_token)
 
 
@@ -87,7 +92,7 @@ def test_ways_of_connecting_ranks() -> None:
     way = runtime.parse_way("10MB/s+int8")
     assert (way.collectives, way.link, way.compression) == ("shm", Link(bandwidth=10e6), "int8")
     dense = result("dense", runtime.programs()["dense"], 0.05)
-    assert runtime.delays(way, dense) == [(0.0, BYTES / 10e6)] * 2
+    assert runtime.transfers(way, dense) == [Transfer(line=BYTES / 10e6)] * 2
     for text in ("tcp", "1s", "ms", "1ms+int7"):
         with pytest.raises(argparse.ArgumentTypeError, match="is not shm, gloo"):
             runtime.parse_way(text)
@@ -96,6 +101,6 @@ def test_ways_of_connecting_ranks() -> None:
 def test_a_row() -> None:
     programs = runtime.programs()
     dense, ladder = result("dense", programs["dense"], 0.101), result("ladder", programs["ladder"], 0.001, other=0.01)
-    cells = runtime.row(runtime.parse_way("1ms"), ladder, dense).strip("| ").split(" | ")
-    assert len(cells) == runtime.HEAD.splitlines()[0].count("|") - 1
-    assert cells == ["1", "ladder", "24", "48", "9.1", "1.82", "100.0", "1.00", "99.0", "1.0", "110.0", "102.0", "+8%"]
+    cells = runtime.rows(runtime.parse_way("1ms"), [dense, ladder])[1]
+    assert len(cells) == len(runtime.COLUMNS)
+    assert cells == [1, "ladder", "24", 48, "9.1", "1.82", "100.0", "1.00", "99.0", "1.0", "110.0", "102.0", "+8%"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,12 +36,13 @@ def test_what_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_rows() -> None:
-    def result(seconds: list[float], syncs: int) -> Result:
-        plan: Any = None
+    def result(name: str, seconds: list[float], syncs: int) -> Result:
+        plan: Any = SimpleNamespace(program="A0 F0", ranks=2, family=SimpleNamespace(steps_per_layer=2))
         split = Split(0, 0.0, 0.0, Counts(syncs, 0, 1600 * syncs), Counts())
         rounds = [Measurement(one, one, one, one / 10, 100 / one, split, split) for one in seconds]
-        return Result("one", plan, Workload(2, 4, 8), rounds=rounds)
+        return Result(name, plan, Workload(2, 4, 8), rounds=rounds)
 
-    dense, other = result([1.0, 2.0, 4.0], 32), result([0.5, 1.8, 3.6], 4)
-    assert tracks.row(dense, dense) == "| 2 | one | 32 | 25.6 | 2000.0 |  | 200.0 |  | 50.0 |  |"
-    assert tracks.row(other, dense) == "| 2 | one | 4 | 3.2 | 1800.0 | -10% | 180.0 | -10% | 55.6 | +11% |"
+    dense, other = result("dense", [1.0, 2.0, 4.0], 32), result("one", [0.5, 1.8, 3.6], 4)
+    first, second = tracks.rows([dense, other])
+    assert first == [2, "dense", 32, "25.6", "2000.0", "", "200.0", "", "50.0", ""]
+    assert second == [2, "one", 4, "3.2", "1800.0", "-10%", "180.0", "-10%", "55.6", "+11%"]
