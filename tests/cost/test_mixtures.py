@@ -25,7 +25,7 @@ from surgeon.cost.workload import Workload
 from surgeon.language.program import Program
 from surgeon.models.shapes import ModelShapes
 from surgeon.runtime.comm.collectives import Alone
-from surgeon.runtime.model import layers, mixture, products
+from surgeon.runtime.model import layers, linear, mixture
 from surgeon.runtime.model.attending import Pass
 from surgeon.runtime.model.layers import Attention
 from surgeon.runtime.model.mixture import Experts, MixtureOfExperts
@@ -72,7 +72,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's own operations, whose floating-point ones are counted."""
     for module in (layers, mixture):
         monkeypatch.setattr(module, "plan_kernels", lambda *_: None)
-    monkeypatch.setattr(products, "kernels_for", lambda _: None)
+    monkeypatch.setattr(linear, "kernels_for", lambda _: None)
     monkeypatch.setattr(mixture, "can_group", lambda _: False)  # whose operations are not counted
 
 

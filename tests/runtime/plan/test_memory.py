@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from surgeon.runtime.batching.sequence import Row, Wanted
 from surgeon.runtime.comm.collectives import Alone, Collectives, Unconnected
 from surgeon.runtime.kernels import functions
-from surgeon.runtime.model import products
+from surgeon.runtime.model import linear
 from surgeon.runtime.model.engine import RankEngine
 from surgeon.runtime.model.linear import Linear
 from surgeon.runtime.plan import specification
@@ -55,7 +55,7 @@ def test_what_ranks_hold(
 ) -> None:
     if family == "gemma2" and "/" in program:
         pytest.skip("its sublayers cannot be sliced")
-    monkeypatch.setattr(products, "kernels_for", lambda _: None)  # sides of 8 would be filled up to 16
+    monkeypatch.setattr(linear, "kernels_for", lambda _: None)  # sides of 8 would be filled up to 16
     tiny_model(family, vocab_size=96).save_pretrained(tmp_path)
     plan = make_plan(tmp_path, ranks, 32, program)
     foretold = footprint(plan)
