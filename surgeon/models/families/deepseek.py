@@ -126,6 +126,5 @@ DEEPSEEK_V2 = replace(
     DEEPSEEK_V3,
     name="DeepSeek-V2",
     model_type="deepseek_v2",
-    summary=("attentions over compressed keys and values, and mixtures with shared experts behind dense layers."),
     mlp=replace(_MIXTURE, mixture=replace(_ROUTED, routing=_routing_v2, correction=None)),
 )

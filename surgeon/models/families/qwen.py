@@ -168,7 +168,6 @@ QWEN3_5_MOE = replace(
     QWEN3_5,
     name="Qwen3.5-MoE",
     model_type="qwen3_5_moe_text",
-    summary="Qwen3-Next with dense MLPs or with mixtures in all layers, its projections unpacked.",
     mlp=replace(WEIGHED, mixture=replace(WEIGHED.mixture, routing=partial(chosen, normalise=True))),
     intermediate="moe_intermediate_size",
 )

@@ -105,6 +105,6 @@ def test_scores_of_longer_texts(model_type: str) -> None:
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.7}
     rope |= {"original_max_position_embeddings": 64}
     config = config_class(**SIZES | {"rope_parameters": rope, "q_lora_rank": None})
-    assert FAMILIES[model_type].attention_scale(config) == pytest.approx(attention_class(config, 0).scaling)
+    assert FAMILIES[model_type].scales.attention(config) == pytest.approx(attention_class(config, 0).scaling)
     plain = config_class(**SIZES | {"q_lora_rank": None})
-    assert FAMILIES[model_type].attention_scale(plain) is None
+    assert FAMILIES[model_type].scales.attention(plain) is None
