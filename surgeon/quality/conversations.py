@@ -96,10 +96,10 @@ def read_conversations(
         columns = (column,) if isinstance(first[1].get(column), list) else ()
     if not columns:
         return None
-    return _read(ConversationTokenizer(tokenizer, columns, longest), chain([first], rows), data, reading)
+    return _convert_rows(ConversationTokenizer(tokenizer, columns, longest), chain([first], rows), data, reading)
 
 
-def _read(
+def _convert_rows(
     convert: ConversationTokenizer, rows: Iterable[tuple[str, Row]], data: str, reading: Reading
 ) -> Iterator[ConversationTokens]:
     has_answers = False
@@ -159,8 +159,8 @@ class ConversationTokenizer:
             used = self.columns
         else:
             asked, said = self._parts(parts, where)
-            system = _system(row, [*asked, *said], where)
-            chat = _Chat(self.tokenizer, [*system, *asked, *said], _tools(row, where), where)
+            system = _parse_system(row, [*asked, *said], where)
+            chat = _Chat(self.tokenizer, [*system, *asked, *said], _parse_tools(row, where), where)
             found = self._chat(chat, len(system) + len(asked) if asked else 0)
             used = (*self.columns, "tools", *_SYSTEM)
         unused = [name for name, value in row.items() if name not in used and value not in (None, "", [], {})]
@@ -170,14 +170,14 @@ class ConversationTokenizer:
         """Split into messages before the answers that count, and the rest; all are rest in one column."""
         places = [f"{where}: column {name!r}" for name in self.columns]
         if len(parts) > 1 and isinstance(parts[0], str):
-            said = _messages(parts[1], places[1])
+            said = _parse_messages(parts[1], places[1])
             if not any(message["content"] == parts[0] for message in said):
                 raise ValueError(
                     f"{where}: the prompt is a text, and the {self.columns[1]} is none, nor messages that have the "
                     f"prompt as one of them: {shown(parts[1])}; give both as texts, or both as messages"
                 )
             return [], said
-        *before, said = (_messages(part, place) for part, place in zip(parts, places, strict=True))
+        *before, said = (_parse_messages(part, place) for part, place in zip(parts, places, strict=True))
         asked = [message for messages in before for message in messages]
         if said[: len(asked)] == asked:  # some data says it again
             return asked, said[len(asked) :]
@@ -188,7 +188,7 @@ class ConversationTokenizer:
         answers = [end for end in chat.answers() if end > asked]
         ends = [end for end in chat.ends() if end > asked]
         left_out = Counter(answers_behind_empty=len(answers) - len(ends))
-        sizes = {"answer_characters": sum(_size(chat.messages[end - 1]) for end in answers)}
+        sizes = {"answer_characters": sum(_count_characters(chat.messages[end - 1]) for end in answers)}
         if not ends:
             return ConversationTokens(left_out=left_out + Counter(["rows_without_answer"]), sizes=sizes)
         chat = chat.with_calls(ends[-1])
@@ -217,8 +217,8 @@ class ConversationTokenizer:
         coded = self.tokenizer(text, return_offsets_mapping=True)
         if len(coded["input_ids"]) > self.longest:
             return ConversationTokens(left_out={"rows_too_long": 1}, sizes=sizes)
-        sizes |= {"characters": len(text), "tokens": len(coded["input_ids"])} | _across(coded, len(prompt))
-        return ConversationTokens(coded["input_ids"], _within(coded, len(prompt), len(text)), sizes=sizes)
+        sizes |= {"characters": len(text), "tokens": len(coded["input_ids"])} | _count_across(coded, len(prompt))
+        return ConversationTokens(coded["input_ids"], _mark_between(coded, len(prompt), len(text)), sizes=sizes)
 
 
 @dataclass(frozen=True)
@@ -282,10 +282,10 @@ class _Chat:
             asked = self.text(end - 1, asks=True)
             answer = []
             if whole.startswith(asked):
-                answer = _within(coded, len(asked), _common(whole, self.text(end)))
+                answer = _mark_between(coded, len(asked), _count_shared(whole, self.text(end)))
             if any(answer):
                 trained.append(answer)
-                across.update(_across(coded, len(asked)))
+                across.update(_count_across(coded, len(asked)))
         lost = +Counter(answers_rewritten=len(ends) - len(trained))
         if not trained:
             return ConversationTokens(left_out=lost)
@@ -329,18 +329,18 @@ class _Chat:
             ) from error
 
 
-def _within(coded: Any, first: int, behind: int) -> list[int]:
+def _mark_between(coded: Any, first: int, behind: int) -> list[int]:
     return [int(first < end <= behind) for _, end in coded["offset_mapping"]]
 
 
-def _across(coded: Any, place: int) -> dict[str, int]:
+def _count_across(coded: Any, place: int) -> dict[str, int]:
     """Count a token that begins before a place of a text and ends behind it."""
     if any(start < place < end for start, end in coded["offset_mapping"]):
         return {"answers_across": 1}
     return {}
 
 
-def _common(one: str, other: str) -> int:
+def _count_shared(one: str, other: str) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
@@ -348,18 +348,18 @@ def _is_filled(message: Message) -> bool:
     return bool(message["content"].strip()) or "tool_calls" in message
 
 
-def _size(message: Message) -> int:
+def _count_characters(message: Message) -> int:
     calls = message.get("tool_calls")
     return len(message["content"]) + (len(json.dumps(calls, ensure_ascii=False)) if calls else 0)
 
 
-def _messages(found: Any, where: str) -> list[Message]:
+def _parse_messages(found: Any, where: str) -> list[Message]:
     if not isinstance(found, list | None):
         raise ValueError(f"{where} should hold a list of messages, not {shown(found)}")
-    return [_message(message, f"{where}: message {number}") for number, message in enumerate(found or [])]
+    return [_parse_message(message, f"{where}: message {number}") for number, message in enumerate(found or [])]
 
 
-def _message(message: Any, where: str) -> Message:
+def _parse_message(message: Any, where: str) -> Message:
     if isinstance(message, dict) and "from" in message:
         keys = ("from", "value")
     else:
@@ -379,7 +379,7 @@ def _message(message: Any, where: str) -> Message:
     return plain_message({"role": _ROLES[role], "content": content, **others}, where)
 
 
-def _system(row: Row, messages: Sequence[Message], where: str) -> list[Message]:
+def _parse_system(row: Row, messages: Sequence[Message], where: str) -> list[Message]:
     """Make a system message of a column beside the conversation, unless the conversation has it."""
     prompts = {f"column {name!r}": row[name] for name in _SYSTEM if row.get(name) not in (None, "")}
     for place, text in prompts.items():
@@ -394,7 +394,7 @@ def _system(row: Row, messages: Sequence[Message], where: str) -> list[Message]:
     return [{"role": "system", "content": text} for text in set(prompts.values())]
 
 
-def _tools(row: Row, where: str) -> list[Any] | None:
+def _parse_tools(row: Row, where: str) -> list[Any] | None:
     """Read the tools of a row, which tables also hold as JSON."""
     tools = row.get("tools")
     try:

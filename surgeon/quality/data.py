@@ -121,7 +121,7 @@ def load_windows(
         ids += [id_ for each in some for id_ in each.ids.tolist()]
         if len(ids) >= wanted:
             break
-    ids, shortage = _cut(ids, data, window, after, wanted)
+    ids, shortage = _cut_windows(ids, data, window, after, wanted)
     notes = reading.lines(data)
     if shortage and not at_most:
         notes.insert(0, shortage)
@@ -161,7 +161,7 @@ def default_data(tokenizer: Any) -> str:
     return DEMO
 
 
-def _cut(ids: list[int], data: str, window: int, after: int, wanted: int) -> tuple[list[int], str]:
+def _cut_windows(ids: list[int], data: str, window: int, after: int, wanted: int) -> tuple[list[int], str]:
     """Take the whole windows up to token `wanted` behind the skipped ones; and a note where there are fewer."""
     if not ids:
         raise ValueError(f"{data} is empty; give a text file with something in it")

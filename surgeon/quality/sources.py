@@ -59,7 +59,7 @@ def documents(
     path = None
     if table is not None:
         filled = (text for _, text in read_column(table, reading) if text is not None)
-        texts = ([text] for text in (filled if separator is not None or by_row else _joined(filled)))
+        texts = ([text] for text in (filled if separator is not None or by_row else _join_rows(filled)))
     elif is_text:
         path, column = file_and_column(data)
         assert path is not None
@@ -72,7 +72,7 @@ def documents(
         texts = ([text] for text in (demo_data() if data == DEMO else demo_training_data()))
     for pieces in texts:
         if separator is not None:
-            yield from ([part] for part in _split(pieces, separator, reading))
+            yield from ([part] for part in _split_text(pieces, separator, reading))
         elif by_row and not is_text:
             text = "".join(pieces)
             if text.strip():
@@ -80,7 +80,7 @@ def documents(
             else:
                 reading.left_out["empty_documents"] += 1
         else:
-            yield _filled(pieces, path) if is_text else pieces
+            yield _require_text(pieces, path) if is_text else pieces
 
 
 def is_folder(data: str) -> bool:
@@ -91,7 +91,7 @@ def is_folder(data: str) -> bool:
 
 def files_in(folder: str) -> list[Path]:
     """List the text files below a folder, in the order of their paths."""
-    there = _files_below(on_disk(folder) or Path(folder))
+    there = _walk_files(on_disk(folder) or Path(folder))
     files = [path for path in there if ending(path) in TEXT_FILES or is_table(path)]
     if not files:
         known = ", ".join((*TEXT_FILES, *JSON_LINES, PARQUET))
@@ -99,17 +99,17 @@ def files_in(folder: str) -> list[Path]:
     return files
 
 
-def _files_below(folder: Path, within: frozenset[Path] = frozenset()) -> Iterator[Path]:
+def _walk_files(folder: Path, within: frozenset[Path] = frozenset()) -> Iterator[Path]:
     """Walk a folder; links are followed, but for those that lead back."""
     within |= {folder.resolve()}
     for path in sorted(folder.iterdir()):
         if path.is_file():
             yield path
         elif path.is_dir() and path.resolve() not in within:
-            yield from _files_below(path, within)
+            yield from _walk_files(path, within)
 
 
-def _filled(pieces: Iterable[str], path: Path | None) -> Iterator[str]:
+def _require_text(pieces: Iterable[str], path: Path | None) -> Iterator[str]:
     blank: list[str] | None = []
     for piece in pieces:
         if blank is None:
@@ -149,7 +149,7 @@ def file_and_column(data: str) -> tuple[Path | None, str | None]:
     return None, None
 
 
-def _split(pieces: Iterable[str], separator: str, reading: Reading) -> Iterator[str]:
+def _split_text(pieces: Iterable[str], separator: str, reading: Reading) -> Iterator[str]:
     """Split a text at separators, without line ends beside them; blank parts are left out."""
     rest = ""
     is_first = True
@@ -167,7 +167,7 @@ def _split(pieces: Iterable[str], separator: str, reading: Reading) -> Iterator[
         reading.left_out["empty_documents"] += 1
 
 
-def _joined(rows: Iterable[str]) -> Iterator[str]:
+def _join_rows(rows: Iterable[str]) -> Iterator[str]:
     piece: list[str] = []
     characters = 0
     for row in rows:
@@ -212,10 +212,10 @@ def _open_dataset(data: str, name: str, config: str, split: str) -> Iterator[Row
             f"{data} is no file here and could not be read as a dataset ({first_line(error)}); give a local text, "
             ".jsonl or .parquet file, or name:config:split of a dataset that can be reached"
         ) from error
-    return chain(first, _unbroken(rows, data))
+    return chain(first, _stream_rows(rows, data))
 
 
-def _unbroken(rows: Iterator[Any], name: str) -> Iterator[Any]:
+def _stream_rows(rows: Iterator[Any], name: str) -> Iterator[Any]:
     """Stream rows of a dataset; OSError where `datasets` has given up."""
     try:
         yield from rows

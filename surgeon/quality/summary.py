@@ -228,13 +228,13 @@ def estimate(
     else:
         difference = nll - base[list(windows)]
         value = perplexity(base.mean() + difference)
-        low, high = _interval_on_some(nll, difference, base)
+        low, high = _estimate_interval(nll, difference, base)
     return Quality(
         value,
         _exp(low) if math.isfinite(low) else math.nan,
         _exp(high) if math.isfinite(high) else math.nan,
         mean_divergence(divergence),
-        *_known(*interval(divergence)),
+        *_clamp_interval(*interval(divergence)),
     )
 
 
@@ -251,19 +251,19 @@ def estimate_beside(nll: Values, divergence: Values, other_nll: Values, other_di
     count = len(nll)
     found = estimate(nll, divergence, other_nll, range(count))
     difference = divergence - other_divergence[:count]
-    low, high = _interval_on_some(divergence, difference, other_divergence)
-    least, most = _known(low, high)
+    low, high = _estimate_interval(divergence, difference, other_divergence)
+    least, most = _clamp_interval(low, high)
     mean = mean_divergence(other_divergence.mean() + difference)
     return replace(found, divergence=mean, divergence_low=least, divergence_high=most)
 
 
-def _known(low: float, high: float) -> tuple[float, float]:
+def _clamp_interval(low: float, high: float) -> tuple[float, float]:
     if not math.isfinite(high):
         return UNKNOWN
     return max(0.0, low), max(0.0, high)
 
 
-def _interval_on_some(values: Values, difference: Values, base: Values) -> tuple[float, float]:
+def _estimate_interval(values: Values, difference: Values, base: Values) -> tuple[float, float]:
     from scipy import stats
 
     count = len(values)

@@ -113,7 +113,7 @@ def read_column(table: TextRows, reading: Reading) -> Iterator[tuple[str, str | 
     """
     rows, source, column, how = table
     chosen = column or TEXT_COLUMN
-    looked_at, is_whole = _look(rows, chosen)
+    looked_at, is_whole = _read_ahead(rows, chosen)
     if not looked_at:
         raise ValueError(f"{source} is empty; give a file with rows in it")
     place = source
@@ -121,7 +121,7 @@ def read_column(table: TextRows, reading: Reading) -> Iterator[tuple[str, str | 
         place = f"{source} (its first {len(looked_at):,} rows)"
     is_guessed = column is None and chosen not in looked_at[-1][1]
     if is_guessed:
-        with_text = [*dict.fromkeys(name for _, row in looked_at for name in _of_text(row))]
+        with_text = [*dict.fromkeys(name for _, row in looked_at for name in _text_columns(row))]
         chats = dict.fromkeys(name for _, row in looked_at for name in row if _holds_messages(row[name]))
         chosen = _choose_column(place, with_text, source, chats, how)
         if not is_whole:
@@ -133,7 +133,7 @@ def read_column(table: TextRows, reading: Reading) -> Iterator[tuple[str, str | 
     has_text = False
     for where, row in chain(looked_at, rows):
         reading.rows += 1
-        if is_guessed and (others := [name for name in _of_text(row) if name != chosen]):
+        if is_guessed and (others := [name for name in _text_columns(row) if name != chosen]):
             raise ValueError(
                 f"{where}: a column {others[0]!r} begins here, and {chosen!r} was the only one of text in {place}; say "
                 f"which one, as in {how.format(source=source, column=others[0])}"
@@ -144,7 +144,7 @@ def read_column(table: TextRows, reading: Reading) -> Iterator[tuple[str, str | 
             yield where, None
         else:
             has_text = True
-            yield where, _checked(value, where, chosen)
+            yield where, _check_text(value, where, chosen)
     if not has_text:
         raise ValueError(
             f"column {chosen!r} of {source} has no text in any of its {reading.rows:,} rows; say another one, as in "
@@ -152,7 +152,7 @@ def read_column(table: TextRows, reading: Reading) -> Iterator[tuple[str, str | 
         )
 
 
-def _look(rows: Iterator[tuple[str, Row]], wanted: str) -> tuple[list[tuple[str, Row]], bool]:
+def _read_ahead(rows: Iterator[tuple[str, Row]], wanted: str) -> tuple[list[tuple[str, Row]], bool]:
     """Read rows up to the first that has a column, within limits; and whether these are all."""
     looked_at: list[tuple[str, Row]] = []
     characters = 0
@@ -164,7 +164,7 @@ def _look(rows: Iterator[tuple[str, Row]], wanted: str) -> tuple[list[tuple[str,
     return looked_at, True
 
 
-def _of_text(row: Row) -> list[str]:
+def _text_columns(row: Row) -> list[str]:
     """Columns of a row that may hold its text."""
     return [name for name, value in row.items() if isinstance(value, str) or name == TEXT_COLUMN]
 
@@ -194,7 +194,7 @@ def _choose_column(place: str, names: list[str], source: str, with_chats: Iterab
     raise ValueError(f"{place} has several columns of text: {', '.join(names)}; say which one, as in {example}")
 
 
-def _checked(value: Any, where: str, column: str) -> str:
+def _check_text(value: Any, where: str, column: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{where}: column {column!r} should hold text, not {shown(value)}; say another one if need be")
     return require_utf8(value, f"{where}: column {column!r}")

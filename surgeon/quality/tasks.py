@@ -109,7 +109,7 @@ class TaskModel(HFLM):  # type: ignore[misc]
         settings = [normalize_gen_kwargs(request.args[1], self.max_gen_toks) for request in requests]
         for request, how in zip(requests, settings, strict=True):
             if len(self.tok_encode(request.args[0])) > self.max_length - how["max_gen_toks"]:
-                self.answers.note_cut(_key("generate_until", request.args))
+                self.answers.note_cut(_hash_request("generate_until", request.args))
         if any(how["do_sample"] for how in settings):  # equal requests have different answers then
             with progress("generating", len(requests), "requests") as advance:
                 self.set_cache_hook(_Notice(advance, None))
@@ -118,7 +118,7 @@ class TaskModel(HFLM):  # type: ignore[misc]
         return self._ask("generate_until", "generating", requests, super().generate_until)
 
     def _ask(self, kind: str, doing: str, requests: list[Any], run: Callable[..., list[Any]]) -> list[Any]:
-        keys = [_key(kind, request.args) for request in requests]
+        keys = [_hash_request(kind, request.args) for request in requests]
         self.asked.update(keys)
         missing = {key: request for key, request in zip(keys, requests, strict=True) if key not in self.answers}
         count = len(set(keys))
@@ -135,14 +135,15 @@ class TaskModel(HFLM):  # type: ignore[misc]
         for texts, context, continuation in requests:
             if not continuation:
                 raise ValueError(
-                    f"{_ending(texts)} has no tokens of its own: the tokenizer joins it with the text before"
+                    f"{_describe_text(texts)} has no tokens of its own: the tokenizer joins it with the text before"
                 )
             if len(continuation) > self.max_length:
                 raise ValueError(
-                    f"{_ending(texts)} has {len(continuation)} tokens, and the model only {self.max_length} positions"
+                    f"{_describe_text(texts)} has {len(continuation)} tokens, and the model only {self.max_length} "
+                    "positions"
                 )
             if texts is not None and len(context) + len(continuation) > self.max_length + 1:
-                self.answers.note_cut(_key("loglikelihood", texts))
+                self.answers.note_cut(_hash_request("loglikelihood", texts))
         answers: list[Any] = super()._loglikelihood_tokens(requests, *arguments, **options)
         return answers
 
@@ -166,11 +167,11 @@ class _Notice:
 
     def add_partial(self, kind: str, request: Any, answer: Any) -> None:
         if self.answers is not None:
-            self.answers.add(_key(kind, request), answer)
+            self.answers.add(_hash_request(kind, request), answer)
         self.advance(1)
 
 
-def _key(kind: str, request: Any) -> str:
+def _hash_request(kind: str, request: Any) -> str:
     return _hash([kind, *request])[:32]
 
 
@@ -178,7 +179,7 @@ def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _ending(texts: Any) -> str:
+def _describe_text(texts: Any) -> str:
     return f"the text to be scored {shown(texts[1]) if texts is not None else 'a text'}"
 
 

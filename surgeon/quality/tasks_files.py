@@ -43,65 +43,65 @@ class RowForm:
     config: dict[str, Any]
 
 
-def _mean(*names: str) -> list[dict[str, Any]]:
+def _average(*names: str) -> list[dict[str, Any]]:
     return [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in names]
 
 
 def _multiple_choice(row: Row, where: str) -> Row:
-    query = _text(row["query"], "query", where).rstrip()
-    choices = _texts(row["choices"], "choices", where)
+    query = _check_text(row["query"], "query", where).rstrip()
+    choices = _check_texts(row["choices"], "choices", where)
     # To a question that says so lm-eval's tasks add the word for the answer.
     asks = query.startswith(_QUESTION) and not query.endswith(_ANSWER)
     return {
         "prompt": f"{query}\n{_ANSWER}" if asks else query,
         "choices": choices,
-        "gold": _gold(row["gold"], len(choices), where),
+        "gold": _check_gold(row["gold"], len(choices), where),
     }
 
 
 def _contexts(row: Row, where: str) -> Row:
-    contexts = [context.rstrip() for context in _texts(row["context_options"], "context_options", where)]
+    contexts = [context.rstrip() for context in _check_texts(row["context_options"], "context_options", where)]
     return {
         "context_options": contexts,
-        "continuation": _text(row["continuation"], "continuation", where).lstrip(),
-        "gold": _gold(row["gold"], len(contexts), where),
+        "continuation": _check_text(row["continuation"], "continuation", where).lstrip(),
+        "gold": _check_gold(row["gold"], len(contexts), where),
     }
 
 
 def _continuation(row: Row, where: str) -> Row:
-    continuation = _text(row["continuation"], "continuation", where).lstrip()
-    return {"prompt": _text(row["context"], "context", where).rstrip(), "target": f" {continuation}"}
+    continuation = _check_text(row["continuation"], "continuation", where).lstrip()
+    return {"prompt": _check_text(row["context"], "context", where).rstrip(), "target": f" {continuation}"}
 
 
 def _number(row: Row, where: str) -> Row:
     answer = row["answer"]
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         answer = str(answer)
-    answer = target = _text(answer, "answer", where).strip()
+    answer = target = _check_text(answer, "answer", where).strip()
     if not _NUMBER.fullmatch(answer):
         raise ValueError(
             f"{where}: the answer {shown(answer)} is no number; rows with context and answer are scored on the last "
             "number written (for other answers give query, choices and gold)"
         )
-    prompt = f"{_QUESTION} {_text(row['context'], 'context', where).strip()}\n{_ANSWER}"
+    prompt = f"{_QUESTION} {_check_text(row['context'], 'context', where).strip()}\n{_ANSWER}"
     if "chain_of_thought" in row:
-        target = f"{_text(row['chain_of_thought'], 'chain_of_thought', where).strip()}\n#### {answer}"
+        target = f"{_check_text(row['chain_of_thought'], 'chain_of_thought', where).strip()}\n#### {answer}"
     return {"prompt": prompt, "target": target, "answer": answer}
 
 
-def _text(value: Any, key: str, where: str) -> str:
+def _check_text(value: Any, key: str, where: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{where}: {key} must be text with something in it, not {shown(value)}")
     return require_utf8(value, f"{where}: {key}")
 
 
-def _texts(value: Any, key: str, where: str) -> list[str]:
+def _check_texts(value: Any, key: str, where: str) -> list[str]:
     if not isinstance(value, list) or len(value) < 2:
         raise ValueError(f"{where}: {key} must be a list of at least two texts, not {shown(value)}")
-    return [_text(text, key, where) for text in value]
+    return [_check_text(text, key, where) for text in value]
 
 
-def _gold(gold: Any, choices: int, where: str) -> int:
+def _check_gold(gold: Any, choices: int, where: str) -> int:
     if type(gold) is not int or not 0 <= gold < choices:
         raise ValueError(f"{where}: gold must be the right one's number, 0 to {choices - 1}, not {shown(gold)}")
     return gold
@@ -120,7 +120,7 @@ _STRICT = {
     "filter": [{"function": "regex", "regex_pattern": r"#### (\-?[0-9\.\,]+)"}, {"function": "take_first"}],
 }
 _EXACT = {
-    **_mean("exact_match")[0],
+    **_average("exact_match")[0],
     "ignore_case": True,
     "ignore_punctuation": False,
     "regexes_to_ignore": [",", r"\$", r"(?s).*#### ", r"\.$"],
@@ -136,7 +136,7 @@ FORMS = (
             "doc_to_text": "prompt",
             "doc_to_choice": "choices",
             "doc_to_target": "gold",
-            "metric_list": _mean("acc", "acc_norm"),
+            "metric_list": _average("acc", "acc_norm"),
         },
     ),
     RowForm(
@@ -148,7 +148,7 @@ FORMS = (
             "doc_to_text": "gold",  # a number tells lm-eval that the choices are contexts
             "doc_to_choice": "context_options",
             "doc_to_target": "continuation",
-            "metric_list": _mean("acc"),
+            "metric_list": _average("acc"),
         },
     ),
     RowForm(
@@ -162,7 +162,7 @@ FORMS = (
             "target_delimiter": "",  # the target begins with its space
             "metric_list": [
                 {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False},
-                *_mean("acc"),
+                *_average("acc"),
             ],
         },
     ),

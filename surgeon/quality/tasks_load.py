@@ -116,10 +116,10 @@ def load_tasks(names: list[str], positions: int, num_fewshot: int | None = None,
                 task, files[name] = file_task(path, positions)
                 items.append((task, shots))
             else:
-                items += [(item, shots) for item in _find(name, path, known)]
+                items += [(item, shots) for item in _find_items(name, path, known)]
             advance(1)
     seen: set[str] = set()
-    for name in (task.task_name for item, _ in items for task in _leaves(item)):
+    for name in (task.task_name for item, _ in items for task in _list_tasks(item)):
         if name in seen:  # the results would hold only one of them
             raise ValueError(f"task {name} is there twice; name it once, or rename the file")
         seen.add(name)
@@ -127,19 +127,19 @@ def load_tasks(names: list[str], positions: int, num_fewshot: int | None = None,
     roots = [item for item, _ in items]
     tasks = Tasks(roots, dict(TaskManager(include_defaults=False).load(roots)), files)
     for item, shots in items:
-        for task in _leaves(item):
+        for task in _list_tasks(item):
             _set_shots(task, shots if num_fewshot is None else num_fewshot, tasks)
             task.set_fewshot_seed(seed=seeds.fewshot)
             _check_task(task, positions)
     return tasks
 
 
-def _find(name: str, path: Path, known: Callable[[], TaskManager]) -> list[Any]:
+def _find_items(name: str, path: Path, known: Callable[[], TaskManager]) -> list[Any]:
     """Build the tasks and groups of a name, a YAML file or a folder; `known` gives lm-eval's own."""
     if path.suffix.lower() in YAML:
-        return _yaml(path)
+        return _load_file(path)
     if "/" in name or (path.is_dir() and name not in known().all_tasks):
-        return _folder(path)
+        return _load_folder(path)
     manager = known()
     matching = fnmatch.filter(manager.all_subtasks, name) if "*" in name else [name]
     if not matching or matching[0] not in manager.all_tasks:
@@ -151,46 +151,46 @@ def _find(name: str, path: Path, known: Callable[[], TaskManager]) -> list[Any]:
     return [item for one in matching for item in _build(manager, one)]
 
 
-def _yaml(path: Path) -> list[Any]:
+def _load_file(path: Path) -> list[Any]:
     """Build the task or group of a YAML file; a group's tasks may lie in files beside it."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no task file {path}")
     if not _GROUP.search(path.read_text(encoding="utf-8", errors="replace")):
         return _build(TaskManager(include_defaults=False), str(path))
-    manager = _manager(path.parent)
+    manager = _make_manager(path.parent)
     places = {name: manager.task_index[name].yaml_path for name in manager.all_groups}
     names = [name for name, place in places.items() if place is not None and place.samefile(path)]
     return [item for name in names or [str(path)] for item in _build(manager, name)]
 
 
-def _folder(path: Path) -> list[Any]:
+def _load_folder(path: Path) -> list[Any]:
     """Build all groups of a folder of YAML files, and the tasks that are in none of them."""
     if not path.is_dir():
         raise FileNotFoundError(f"there is no task file or folder {path}")
     inside = TaskManager(include_defaults=False, include_path=str(path))
     if not inside.all_tasks:
         raise ValueError(f"{path} holds no task of lm-eval's (a YAML file with the key task or group)")
-    groups = [item for name in inside.all_groups for item in _build(_manager(path), name)]
+    groups = [item for name in inside.all_groups for item in _build(_make_manager(path), name)]
     members = {task.task_name for group in groups for task in group.get_all_tasks()}
     subgroups = {group.name for outer in groups for group in outer.get_all_groups()}
     single = [item for name in inside.all_subtasks if name not in members for item in _build(inside, name)]
     return [group for group in groups if group.name not in subgroups] + single
 
 
-def _manager(folder: Path) -> TaskManager:
+def _make_manager(folder: Path) -> TaskManager:
     """A manager of the tasks in a folder of YAML files, and lm-eval's if a group there has some of those."""
     inside = TaskManager(include_defaults=False, include_path=str(folder))
-    named = {name for group in inside.all_groups for name in _members(inside.task_index[group].cfg or {})}
+    named = {name for group in inside.all_groups for name in _list_members(inside.task_index[group].cfg or {})}
     if named <= set(inside.all_tasks):
         return inside
     return TaskManager(include_path=str(folder))
 
 
-def _members(group: dict[str, Any]) -> Iterator[str]:
+def _list_members(group: dict[str, Any]) -> Iterator[str]:
     listed = group.get("task")
     for item in listed if isinstance(listed, list) else [listed]:
         if isinstance(item, dict):
-            yield from _members(item)
+            yield from _list_members(item)
         elif item is not None:
             yield str(item)
 
@@ -201,21 +201,21 @@ def _build(manager: TaskManager, name: str) -> list[Any]:
             built = manager.load([name])
     except ImportError as error:
         raise ImportError(
-            f"task {name} needs a package that is not installed ({_brief(error)}); "
+            f"task {name} needs a package that is not installed ({_shorten(error)}); "
             f"pip install 'lm-eval[{name}]' may bring it"
         ) from error
     except OSError as error:
         raise FileNotFoundError(
-            f"the data of task {name} cannot be had ({_brief(error)}); connect to the network, or give the task as a "
+            f"the data of task {name} cannot be had ({_shorten(error)}); connect to the network, or give the task as a "
             f"local file, {Path(name).stem}{SUFFIX}"
         ) from error
     except Exception as error:  # whatever is wrong with a task's settings
-        raise ValueError(f"task {name} cannot be set up ({type(error).__name__}: {_brief(error)})") from error
+        raise ValueError(f"task {name} cannot be set up ({type(error).__name__}: {_shorten(error)})") from error
     groups = list(built["groups"].values())  # the one that was asked for first
     return groups[:1] or list(built["tasks"].values())
 
 
-def _leaves(item: Any) -> list[Any]:
+def _list_tasks(item: Any) -> list[Any]:
     if isinstance(item, Group):
         return list(item.get_all_tasks())
     return [item]
@@ -253,5 +253,5 @@ def _check_task(task: Any, positions: int) -> None:
             )
 
 
-def _brief(error: BaseException) -> str:
+def _shorten(error: BaseException) -> str:
     return first_line(error).strip("\"'")[:200]

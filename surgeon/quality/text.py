@@ -15,7 +15,6 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from surgeon.models.edit import input_device
-from surgeon.models.families import family_of
 from surgeon.models.verified import DraftOnText
 from surgeon.progress import progress
 from surgeon.quality.data import Windows
@@ -118,7 +117,7 @@ def text_values(
     parts = []
     with progress("text", len(ids), "windows") if bar else nullcontext(lambda _: None) as advance:
         for window, counted in split_windows(ids, answers):
-            parts.append(_window(model, window, original, counted, draft))
+            parts.append(_measure_window(model, window, original, counted, draft))
             advance(1)
     columns = list(np.array(parts).T)
     if not np.isfinite(columns[0]).all():
@@ -140,7 +139,7 @@ def split_windows(ids: Tensor, answers: Tensor | None = None) -> Iterator[tuple[
             yield window[:, : last + 1], marks[1 : last + 1].bool()
 
 
-def _window(
+def _measure_window(
     model: Logits, window: Tensor, original: Logits | None, counted: Tensor | slice, draft: DraftOnText | None
 ) -> tuple[float, ...]:
     logits = model(window)[0, :-1][counted].float()
@@ -181,23 +180,23 @@ class HeldOutQuality:
     def __init__(self, windows: Windows, original: PreTrainedModel | None) -> None:
         self.ids = windows.ids
         self.answers = windows.answers
-        self._streams: dict[bytes, Tensor] = {}
-        self._head: OutputHead | None = None
         self.original: Quality | None = None
+        self._reference: Logits | None = None
         if original is None:
             return
-        found = list[Tensor]()
-        norm = original.get_submodule(family_of(original.config).final_norm)
-        hook = norm.register_forward_hook(lambda _module, _inputs, output: found.append(output))
-        try:
-            with torch.inference_mode():
-                self._head = OutputHead(original)
-                for window, _ in split_windows(self.ids, self.answers):
-                    original.base_model(input_ids=window.to(original.device), use_cache=False)
-                    self._streams[window.numpy().tobytes()] = found.pop().cpu()
-        finally:
-            hook.remove()
-        self.original = text_quality(self._logits, self.ids, bar=False, answers=self.answers)
+        streams: dict[bytes, Tensor] = {}
+        with torch.inference_mode():
+            head = OutputHead(original)
+            for window, _ in split_windows(self.ids, self.answers):
+                output = original.base_model(input_ids=window.to(original.device), use_cache=False)
+                streams[window.numpy().tobytes()] = output.last_hidden_state.cpu()
+
+        def logits(window: Tensor) -> Tensor:
+            stream = streams[window.numpy().tobytes()].to(head.weight.device)
+            return head.logits(stream[0])[None]
+
+        self._reference = logits
+        self.original = text_quality(logits, self.ids, bar=False, answers=self.answers)
 
     def measure(self, model: nn.Module, step: int = 0) -> Quality:  # noqa: ARG002 - parts of models need it
         return self.quality(model, logits_of(model))
@@ -210,15 +209,3 @@ class HeldOutQuality:
     def values(self, model: nn.Module) -> dict[str, Values]:
         with in_evaluation_mode(model):
             return text_values(logits_of(model), self.ids, self._reference, bar=False, answers=self.answers)
-
-    @property
-    def _reference(self) -> Logits | None:
-        if self._head is None:
-            return None
-        return self._logits
-
-    def _logits(self, window: Tensor) -> Tensor:
-        """The original's logits, (1, tokens, vocabulary), on one of the windows, (1, tokens)."""
-        assert self._head is not None
-        stream = self._streams[window.numpy().tobytes()].to(self._head.weight.device)
-        return self._head.logits(stream[0])[None]

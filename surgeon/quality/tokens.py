@@ -95,7 +95,7 @@ class TextTokens:
     def read(self, documents: Iterable[Iterable[str]]) -> Iterator[list[Tokens]]:
         rest = (block for pieces in documents for block in self._cut(pieces))
         most = _FIRST
-        while batch := _up_to(rest, most):
+        while batch := _take_blocks(rest, most):
             coded = self._code([block.text for block in batch])
             found = list(map(self._joined, batch, coded))
             yield found
@@ -166,7 +166,7 @@ class TextTokens:
         return None
 
 
-def _up_to(blocks: Iterator[_Block], most: int) -> list[_Block]:
+def _take_blocks(blocks: Iterator[_Block], most: int) -> list[_Block]:
     """Take the next blocks, of at least `most` characters together; none at the end."""
     found = list[_Block]()
     while sum(len(block.text) for block in found) < most and (block := next(blocks, None)) is not None:

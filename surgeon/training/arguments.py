@@ -127,9 +127,9 @@ def training_arguments(
     try:
         if given.get("fsdp"):
             processes = PartialState(cpu=device == "cpu").num_processes
-            given["fsdp_config"] = check_sharding(_configuration(given.get("fsdp_config")), processes)
+            given["fsdp_config"] = check_sharding(_read_configuration(given.get("fsdp_config")), processes)
         if "accelerator_config" in given:
-            config = given["accelerator_config"] = _configuration(given["accelerator_config"])
+            config = given["accelerator_config"] = _read_configuration(given["accelerator_config"])
             of_steps = config.get("gradient_accumulation_kwargs") or {}
             # What else it has would change which windows a step is made on.
             odd = {*config} - {"non_blocking", "gradient_accumulation_kwargs"} | {*of_steps} - {"sync_each_batch"}
@@ -144,12 +144,12 @@ def training_arguments(
         raise ValueError(f"transformers does not take these arguments ({first_line(error)})") from error
     if arguments.mixed_precision == "fp16" and device == "cpu":
         raise ValueError("fp16 does nothing on a CPU; use bf16, or leave it out")
-    _require_heard(arguments, settings.arguments)
+    _require_effect(arguments, settings.arguments)
     arguments.gradient_accumulation_steps = settings.batch // (micro_batch * arguments.world_size)
     return arguments
 
 
-def _require_heard(arguments: TrainingArguments, given: Mapping[str, Any]) -> None:
+def _require_effect(arguments: TrainingArguments, given: Mapping[str, Any]) -> None:
     """Refuse arguments that do nothing with the chosen optimiser."""
     defaults = {each.name: each.default for each in fields(TrainingArguments) if each.init}
     for name in [name for name in _OF_OPTIMISERS if name in given]:
@@ -167,7 +167,7 @@ def _require_heard(arguments: TrainingArguments, given: Mapping[str, Any]) -> No
             )
 
 
-def _configuration(given: Any) -> dict[str, Any]:
+def _read_configuration(given: Any) -> dict[str, Any]:
     if isinstance(given, str):
         given = json.loads(given) if given.startswith("{") else read_json(Path(given))
     return dict(given or {})

@@ -51,11 +51,11 @@ def open_to_heal(
     edited = open_edited(what, program)
     companions_of(edited.model.folder)  # what cannot go along is refused before it is trained
     if teacher is not None:
-        original: EditedModel | None = _original(teacher, edited)
+        original: EditedModel | None = _open_original(teacher, edited)
     elif edited.asked is not None:
         original = EditedModel(edited.model.name, edited.model)
     else:
-        original = _made_from(edited)
+        original = _open_source(edited)
     ours = edited.model.form.shipped is not None and not edited.model.checkpoint.imported
     if edited.asked is None and edited.model.report is None and ours:
         raise ValueError(
@@ -65,7 +65,7 @@ def open_to_heal(
     return edited, original
 
 
-def _original(what: str | Path | Model, edited: EditedModel) -> EditedModel:
+def _open_original(what: str | Path | Model, edited: EditedModel) -> EditedModel:
     found = open_edited(what)
     sizes = [int(each.model.config.vocab_size) for each in (found, edited)]
     if sizes[0] != sizes[1]:
@@ -76,13 +76,13 @@ def _original(what: str | Path | Model, edited: EditedModel) -> EditedModel:
     return found
 
 
-def _made_from(edited: EditedModel) -> EditedModel | None:
+def _open_source(edited: EditedModel) -> EditedModel | None:
     """Open the model that a checkpoint was made of; None where its name finds none."""
     source = {} if edited.model.report is None else edited.model.report["source"]
     name = source.get("model")
     if not isinstance(name, str) or not (name == DEMO or hub_name(name) is not None):
         return None
-    found = _original(name, edited)
+    found = _open_original(name, edited)
     if source.get("model_hash") not in (None, found.model.hash):
         raise ValueError(
             f"{edited.name} was made of {name} with other weights than those that are found under this name now; give "

@@ -117,18 +117,18 @@ def check_settings_kept(folder: Path, settings: TrainSettings) -> None:
 def require_same(folder: Path, before: Any, identity: dict[str, Any]) -> None:
     """Refuse a folder's run that follows from something else."""
     if before != identity:
-        name, was, is_now = _difference("identity", before, identity)
+        name, was, is_now = _find_difference("identity", before, identity)
         raise ValueError(
             f"{folder / RECORD_FILE} is of another run: its {name.replace('_', ' ')} was {shown(was)}, and now it is "
             f"{shown(is_now)}; choose another output, or remove {folder}"
         )
 
 
-def _difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any]:
+def _find_difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any]:
     if not (isinstance(before, dict) and isinstance(now, dict)):
         return name, before, now
     inner = next(key for key in [*now, *before] if now.get(key) != before.get(key))
-    return _difference(inner, before.get(inner), now.get(inner))
+    return _find_difference(inner, before.get(inner), now.get(inner))
 
 
 def read_record(folder: Path) -> dict[str, Any]:
@@ -288,7 +288,7 @@ def train(
         if settings.lora is not None:
             torch.manual_seed(settings.seed)  # adapters begin with random numbers
         trained: Any = choose_or_adapt(model, program, settings)
-        task = task or _task_by(original, program, texts, settings, folder, known, trained, arguments)
+        task = task or _make_task(original, program, texts, settings, folder, known, trained, arguments)
         if task.uses_all and arguments.ddp_find_unused_parameters is None:
             arguments.ddp_find_unused_parameters = False
         trainer = ModelTrainer(trained, arguments, text, task.held_out, task.towards)
@@ -310,7 +310,7 @@ def train(
         bar = progress("training", steps, "steps", done, log.note) if is_first else nullcontext(log.advance)
         with bar as log.advance:
             if is_first:
-                log.before = _quality_before(folder, task.held_out, trained)
+                log.before = _measure_before(folder, task.held_out, trained)
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
             trained = trainer.whole_model()
         if trained is None:
@@ -322,7 +322,7 @@ def train(
         return Trained(step, step * tokens, log.seconds, task.held_out.original, log.before, after, trained)
 
 
-def _quality_before(folder: Path, held_out: Measure, model: nn.Module) -> Quality:
+def _measure_before(folder: Path, held_out: Measure, model: nn.Module) -> Quality:
     known = read_record(folder).get(_BEFORE)
     if known is not None:
         return Quality.from_json(known)
@@ -331,7 +331,7 @@ def _quality_before(folder: Path, held_out: Measure, model: nn.Module) -> Qualit
     return found
 
 
-def _task_by(
+def _make_task(
     load_original: Callable[[], PreTrainedModel] | None,
     program: Program,
     texts: TrainTexts,

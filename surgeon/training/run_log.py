@@ -78,13 +78,13 @@ class RunLog(TrainerCallback):
     def on_log(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:  # noqa: ARG002
         row: Any = state.log_history[-1]
         row |= {"tokens": state.global_step * self.tokens, "seconds": self.seconds}
-        self.latest |= _plain(row)
+        self.latest |= _rename_quantities(row)
         if self.folder is not None:
             self._add(row)
 
     def _add(self, row: Mapping[str, Any]) -> None:
         assert self.folder is not None
-        numbers = _plain(row)
+        numbers = _rename_quantities(row)
         for name, columns in TABLES.items():
             if _NEEDED[name] in numbers:
                 with (self.folder / name).open("a", newline="", encoding="utf-8") as file:
@@ -93,7 +93,7 @@ class RunLog(TrainerCallback):
                     )
 
 
-def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
+def _rename_quantities(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name.removeprefix("eval_") if name != "eval_loss" else name: value for name, value in row.items()}
 
 

@@ -207,11 +207,11 @@ class SelfText(TextSource):
         }
         prompts = {number: [self._start] for number in numbers}
         for number in filter(self._is_conversation, numbers):
-            turn = takewhile(lambda token: token not in turn_ends, _read(streams[number]))
+            turn = takewhile(lambda token: token not in turn_ends, _read_tokens(streams[number]))
             prompts[number] = [*self._before, *turn, *self._behind]
             room = self.window - len(prompts[number])
             streams[number] = ask((number, 1), prompts[number], room, ends)
-        found = [prompts[number] + _read(streams[number]) for number in numbers]
+        found = [prompts[number] + _read_tokens(streams[number]) for number in numbers]
         # Where what begins a text is also what ends one, the next text has it.
         return [ids[:-1] if ids[-1] == self._start else ids for ids in found]
 
@@ -225,7 +225,7 @@ class _KeptTexts(Journal):
         self.texts.append(np.array(line["tokens"], np.int32))
 
 
-def _read(stream: Stream) -> list[int]:
+def _read_tokens(stream: Stream) -> list[int]:
     answer = Answer()
     for event in stream:
         answer.add(event)

@@ -227,7 +227,7 @@ def load_texts(
     if held_out is not None:
         behind = 0
         if chats:
-            measured = _conversations(tokenizer, held_out, window, size)
+            measured = _load_conversations(tokenizer, held_out, window, size)
         else:
             at_most = held_out_tokens is None
             measured = load_windows(tokenizer, held_out, window, size, separator, at_most=at_most)
@@ -342,7 +342,7 @@ def _up_to_last_answer(found: Tokens) -> bytes:
     return found.ids[: np.flatnonzero(found.answer)[-1] + 1].astype(np.int32).tobytes()
 
 
-def _conversations(tokenizer: Any, data: str, window: int, tokens: int) -> Windows:
+def _load_conversations(tokenizer: Any, data: str, window: int, tokens: int) -> Windows:
     """Read the first conversations of a text, of so many tokens, to measure on."""
     reading = Reading()
     read = list[Tokens]()
@@ -409,7 +409,7 @@ class RunOrder:
         self._first = [sum(part.windows for part in self.parts[:number]) for number in range(len(self.parts))]
         self._drawn = dict[int, tuple[int, Tensor]]()  # of each text the epoch that was drawn last, and its order
         if len(self.parts) > 1:
-            self._text, self._turn = _turns([part.weight for part in self.parts], self.count)
+            self._text, self._turn = _order_turns([part.weight for part in self.parts], self.count)
 
     def __len__(self) -> int:
         return self.count
@@ -428,7 +428,7 @@ class RunOrder:
         return self._first[text] + int(order[place_in_epoch])
 
 
-def _turns(weights: Sequence[float], count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _order_turns(weights: Sequence[float], count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The text at each place, and the number of its window, (count,)."""
     shares = np.array(weights) / sum(weights)
     numbers = [np.arange(int(share * count) + 2) for share in shares]

@@ -124,39 +124,39 @@ def agree(store: Store, run: Path, index: int, racks: int, first: bool, away: fl
     folder = rack_folder(run, index)
     if first:
         done = (folder / RESULT_FILE).is_file()
-        store.set(f"checkpoints of {index}", json.dumps([done, whole_checkpoints(folder)]))
-    said = [json.loads(_read(store, f"checkpoints of {rack}", rack, away)) for rack in range(racks)]
+        store.set(f"checkpoints of {index}", json.dumps([done, list_whole_checkpoints(folder)]))
+    said = [json.loads(_wait_for(store, f"checkpoints of {rack}", rack, away)) for rack in range(racks)]
     all_done = all(done for done, _ in said)
     if first:
         if not all_done:
             (folder / RESULT_FILE).unlink(missing_ok=True)
-            common = newest_common([steps for _, steps in said])
+            common = find_newest_common([steps for _, steps in said])
             for step, path in checkpoints_of(folder).items():
                 if step > common:
                     remove_checkpoint(path)
         store.set(f"{index} is ready", "")
-    _read(store, f"{index} is ready", index, away)
+    _wait_for(store, f"{index} is ready", index, away)
     return all_done
 
 
-def _read(store: Store, key: str, rack: int, away: float) -> bytes:
+def _wait_for(store: Store, key: str, rack: int, away: float) -> bytes:
     try:
         return bytes(store.get(key))
     except RuntimeError:
         raise OSError(f"rack {rack} has not come within {away:g} s; start it, then the same command goes on") from None
 
 
-def whole_checkpoints(folder: Path) -> list[int]:
+def list_whole_checkpoints(folder: Path) -> list[int]:
     """Steps of a run's whole checkpoints."""
     return [step for step, path in checkpoints_of(folder).items() if fault_of(path) is None]
 
 
-def newest_common(steps: Sequence[Sequence[int]]) -> int:
+def find_newest_common(steps: Sequence[Sequence[int]]) -> int:
     """The last step that all have a checkpoint of; 0, the beginning, without one."""
     return max(set.intersection(*map(set, steps)), default=0)
 
 
-def mean_of(codas: list[Tensor]) -> Tensor:
+def average_codas(codas: list[Tensor]) -> Tensor:
     """Average the racks' codas, (numbers,) each, summed in the order of the racks, so that all get the same."""
     total = codas[0].clone()
     for coda in codas[1:]:
@@ -188,7 +188,7 @@ class CodaAveraging(TrainerCallback):
             return
         coda = [one for _, one in sorted(self.parameters().items())]
         own = torch.cat([gather_whole(one).flatten().cpu() for one in coda])
-        mean = mean_of(self.exchange.gather(state.global_step, own))
+        mean = average_codas(self.exchange.gather(state.global_step, own))
         begin = 0
         for one in coda:
             set_whole(one, mean[begin : begin + one.numel()].view(one.shape))
@@ -254,13 +254,13 @@ def run_rack(run: Path, index: int, meet: Address, is_held: bool = False) -> Non
     PartialState(cpu=plan.device == "cpu", timeout=PATIENCE)
     rack = open_rack(start_file(run, index))
     texts = read_texts(run)
-    task = _task(exchange, log, run, plan, rack, HeldOutQuality(texts.held_out, None))
+    task = _make_task(exchange, log, run, plan, rack, HeldOutQuality(texts.held_out, None))
     train_rack(rack, task, texts, plan.settings, run, plan.identity, plan.device)
     exchange.finish()
     log.write()
 
 
-def _task(
+def _make_task(
     exchange: RackExchange, log: RackLog, run: Path, plan: RacksPlan, rack: RackModel, held_out: HeldOutQuality
 ) -> TrainingTask:
     settings = plan.settings
@@ -279,7 +279,7 @@ def _task(
     return replace(task, callbacks=callbacks)
 
 
-def _address(text: str) -> Address:
+def _parse_address(text: str) -> Address:
     host, colon, port = text.rpartition(":")
     if not colon or not port.isdecimal() or int(port) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is no address; write it as HOST:PORT")
@@ -294,7 +294,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run that was prepared")
     parser.add_argument("rack", type=int, metavar="RACK", help="which rack, from 0")
     parser.add_argument(
-        "--meet", type=_address, required=True, metavar="HOST:PORT", help="of the machine of rack 0; the same for all"
+        "--meet",
+        type=_parse_address,
+        required=True,
+        metavar="HOST:PORT",
+        help="of the machine of rack 0; the same for all",
     )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)  # of a supervisor
     given = parser.parse_args(arguments)

@@ -34,7 +34,7 @@ from surgeon.training.arguments import share_of_batch
 from surgeon.training.checkpoints import OTHERS_ENDED
 from surgeon.training.racks.build import rack_of
 from surgeon.training.racks.model import save_rack
-from surgeon.training.racks.process import DIVERGED, newest_common, whole_checkpoints
+from surgeon.training.racks.process import DIVERGED, find_newest_common, list_whole_checkpoints
 from surgeon.training.racks.run_files import (
     LOG_FILE,
     PLAN_FILE,
@@ -150,7 +150,7 @@ def train_in_processes(asked: RacksToTrain, options: ProcessOptions | None = Non
     with lock_run(asked.folder, asked.device):
         plan = prepare(asked, options)
         if not all(is_done(asked.folder, index) for index in range(plan.racks)):
-            _work(asked.folder, plan, asked.settings.steps_on(len(asked.texts.training)))
+            _run_until_done(asked.folder, plan, asked.settings.steps_on(len(asked.texts.training)))
     found = gather(asked.whole, asked.racks, asked.folder)
     if asked.original is None:
         return found
@@ -203,20 +203,20 @@ class _Processes:
         end = _End("", 0)
         if any(codes):
             until = time.monotonic() + _OTHERS_SECONDS
-            while (reason := self._reason()) is None and time.monotonic() < until:
+            while (reason := self._find_reason()) is None and time.monotonic() < until:
                 time.sleep(_OTHERS_SECONDS / 20)
             failed = next(which for which, child in self.children.items() if child.poll())
-            end = reason or self._end_of(*failed)
+            end = reason or self._describe_end(*failed)
         self.end()
         return end
 
-    def _reason(self) -> _End | None:
+    def _find_reason(self) -> _End | None:
         """The end of the one that did not end because of another; a signal comes before an error."""
         failed = sorted((code, *which) for which, child in self.children.items() if (code := child.poll()))
-        ends = (self._end_of(rack, replica) for _, rack, replica in failed)
+        ends = (self._describe_end(rack, replica) for _, rack, replica in failed)
         return next((end for end in ends if not end.said.endswith(OTHERS_ENDED)), None)
 
-    def _end_of(self, rack: int, replica: int) -> _End:
+    def _describe_end(self, rack: int, replica: int) -> _End:
         child = self.children[rack, replica]
         code = child.wait()
         who = f"rack {rack}"
@@ -235,7 +235,7 @@ class _Processes:
             child.wait()
 
 
-def _work(run: Path, plan: RacksPlan, steps: int) -> None:
+def _run_until_done(run: Path, plan: RacksPlan, steps: int) -> None:
     folders = [rack_folder(run, index) for index in range(plan.racks)]
 
     def rows(table: str) -> list[dict[str, str]]:
@@ -257,14 +257,14 @@ def _work(run: Path, plan: RacksPlan, steps: int) -> None:
     shown = made()
     looked = 0.0
     starts_in_vain = 0
-    saved = newest_common([whole_checkpoints(folder) for folder in folders])
+    saved = find_newest_common([list_whole_checkpoints(folder) for folder in folders])
     processes = _Processes(run, plan)
     try:
         with progress("racks", steps * plan.racks, "steps", shown, note) as advance:
             while (end := processes.look()) is None or end.code:
                 if end is not None:
                     before = saved
-                    saved = newest_common([whole_checkpoints(folder) for folder in folders])
+                    saved = find_newest_common([list_whole_checkpoints(folder) for folder in folders])
                     starts_in_vain = 1 if saved > before else starts_in_vain + 1
                     _require_signal(end, starts_in_vain, saved)
                     processes = _Processes(run, plan)

@@ -251,14 +251,14 @@ def train_in_turn(asked: RacksToTrain) -> RacksTrained:
         for index in range(len(asked.racks)):
             folder = rack_folder(asked.folder, index)
             if not is_done(asked.folder, index):
-                _train(asked, index, held_out())
+                _train_next(asked, index, held_out())
             finish_run(folder, {})
             if index > 0:  # what was kept for this rack is of no more use
                 shutil.rmtree(rack_folder(asked.folder, index - 1) / STREAMS, ignore_errors=True)
         return gather(asked.whole, asked.racks, asked.folder)
 
 
-def _train(asked: RacksToTrain, index: int, held_out: HeldOutQuality) -> None:
+def _train_next(asked: RacksToTrain, index: int, held_out: HeldOutQuality) -> None:
     rack = rack_of(asked.whole, asked.racks, index, asked.seed)
     settings = asked.settings
     source = None if rack.is_first else KeptStreams(rack_folder(asked.folder, index - 1) / STREAMS)

@@ -116,7 +116,7 @@ def blueprint(config: ScratchConfig) -> Blueprint:
     except (OSError, ValueError) as error:
         kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
         raise kind(str(config.error(f"tokenizer: {error}", "tokenizer"))) from error
-    architecture = _architecture(config, tokenizer)
+    architecture = _make_architecture(config, tokenizer)
     if config.tracks is not None:
         with config.under("tracks"):
             architecture, program = narrow(architecture, config.tracks.count, config.tracks.depth)
@@ -166,7 +166,7 @@ def _plain_model(architecture: PreTrainedConfig) -> PreTrainedModel:
     return model
 
 
-def _architecture(config: ScratchConfig, tokenizer: Any) -> PreTrainedConfig:
+def _make_architecture(config: ScratchConfig, tokenizer: Any) -> PreTrainedConfig:
     given = dict(config.model)
     model_type = given.pop("model_type", None)
     if model_type is None:

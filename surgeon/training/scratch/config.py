@@ -136,22 +136,26 @@ class ScratchConfig(ScratchKeys):
         Args:
             name: maps the names of texts and of the tokenizer.
         """
-        lines = [f"surgeon: {FORMAT}", f"model: {in_braces(self.model)}", _line("tokenizer", name(self.tokenizer))]
+        lines = [
+            f"surgeon: {FORMAT}",
+            f"model: {in_braces(self.model)}",
+            _format_line("tokenizer", name(self.tokenizer)),
+        ]
         if self.operations:
             lines += ["operations:", *(f"  - {operation.to_yaml()}" for operation in self.operations)]
         if self.program is not None:
-            lines.append(_line("program", str(Program.parse(self.program))))
+            lines.append(_format_line("program", str(Program.parse(self.program))))
         sections = {"tracks": self.tracks, "racks": self.racks}
         lines += [f"{key}: {in_braces(vars(one))}" for key, one in sections.items() if one is not None]
         if isinstance(self.data, str):
-            lines.append(_line("data", name(self.data)))
+            lines.append(_format_line("data", name(self.data)))
         else:
-            lines.append(_line("data", {name(text): weight for text, weight in self.data.items()}))
+            lines.append(_format_line("data", {name(text): weight for text, weight in self.data.items()}))
         if self.eval_data is not None:
-            lines.append(_line("eval_data", name(self.eval_data)))
+            lines.append(_format_line("eval_data", name(self.eval_data)))
         plain = ("eval_tokens", "tokens", "window", "separator", "documents")
         given = {key: value for key in plain if (value := getattr(self, key)) is not None}
-        lines += [_line(key, value) for key, value in given.items()]
+        lines += [_format_line(key, value) for key, value in given.items()]
         entries = {key: value for key, value in vars(self.settings).items() if key not in _OF_HEALING}
         lines.append(
             f"training: {in_braces({key: value for key, value in entries.items() if value not in (None, {})})}"
@@ -179,7 +183,7 @@ class ConfigReader(DocumentReader):
     needed = ("surgeon", "model", "tokenizer", "data")
 
     def config(self) -> ScratchConfig:
-        document = {name: _numbers(value) for name, value in self.top().items()}
+        document = {name: _read_numbers(value) for name, value in self.top().items()}
         there = [name for name in PROGRAMS if name in document]
         if len(there) > 1:
             raise self.error(
@@ -218,18 +222,18 @@ class ConfigReader(DocumentReader):
         return self.validate(TrainSettings, _TRAINING | given | {"arguments": arguments}, ("training",))
 
 
-def _numbers(value: Any) -> Any:
+def _read_numbers(value: Any) -> Any:
     """Read texts like 2e-3, which YAML 1.1 takes for no numbers, as numbers."""
     if isinstance(value, dict):
-        return {key: _numbers(inside) for key, inside in value.items()}
+        return {key: _read_numbers(inside) for key, inside in value.items()}
     if isinstance(value, list):
-        return [_numbers(inside) for inside in value]
+        return [_read_numbers(inside) for inside in value]
     if isinstance(value, str) and _NUMBER.fullmatch(value):
         return float(value)
     return value
 
 
-def _line(key: str, value: Any) -> str:
+def _format_line(key: str, value: Any) -> str:
     return f"{key}: {json.dumps(value, ensure_ascii=False)}"
 
 
@@ -271,10 +275,10 @@ def scale_config(config: ScratchConfig, scale: float, steps: int | None = None) 
         before = settings.steps or steps
         shorter |= {"steps": steps, "warmup": round(settings.warmup * steps / before)}
     smaller = replace(settings, learning_rate=settings.rate / sqrt(scale), **shorter)
-    return replace(config, model=_narrower(config, scale), window=window, settings=smaller)
+    return replace(config, model=_narrow_model(config, scale), window=window, settings=smaller)
 
 
-def _narrower(config: ScratchConfig, scale: float) -> dict[str, Any]:
+def _narrow_model(config: ScratchConfig, scale: float) -> dict[str, Any]:
     """Narrow the entries of the model; heads stay, and their width is even, as rotary positions need it."""
     entries = {name: value for name, value in config.model.items() if name not in ("model_type", "vocab_size")}
     model_type = config.model.get("model_type")
@@ -290,17 +294,17 @@ def _narrower(config: ScratchConfig, scale: float) -> dict[str, Any]:
     width = family.head_dim(full)
     head = 2 * max(1, round(width * scale / 2))
     filled = heads * width == full.hidden_size
-    stream = heads * head if filled else _rounded(full.hidden_size * scale)
+    stream = heads * head if filled else _round_width(full.hidden_size * scale)
     narrow: dict[str, Any] = (
         {"hidden_size": stream} | ({} if filled else {"head_dim": head}) | family.entries.follow_width(full, stream)
     )
     for name in layer_of_each_width(full, family):
-        narrow[name] = _rounded(scale * (getattr(full, name) or 4 * full.hidden_size))  # as GPT-2 fills it in
+        narrow[name] = _round_width(scale * (getattr(full, name) or 4 * full.hidden_size))  # as GPT-2 fills it in
     same: dict[str, str] = full.attribute_map  # names that entries have beside their own
     given = {same.get(name, name): name for name in entries}
     kept = {name: value for name, value in config.model.items() if name != "vocab_size"}
     return kept | {given.get(same.get(name, name), name): value for name, value in narrow.items()}
 
 
-def _rounded(width: float) -> int:
+def _round_width(width: float) -> int:
     return WIDTH_STEP * max(1, round(width / WIDTH_STEP))

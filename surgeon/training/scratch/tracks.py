@@ -82,7 +82,7 @@ def narrow(config: PreTrainedConfig, count: int, depth: int) -> tuple[PreTrained
         width: _matching_neurons(config, family, entries, count, layer)
         for width, layer in layer_of_each_width(config, family).items()
     }
-    return _changed(config, entries | neurons), program
+    return _change_config(config, entries | neurons), program
 
 
 def track_program(layers: int, count: int, depth: int, steps_per_layer: int = 2) -> tuple[Program, list[int]]:
@@ -107,10 +107,10 @@ def count_parameters(config: PreTrainedConfig) -> ParameterCount:
         ValueError: if there is no model of this configuration.
     """
     family = family_of(config)
-    model = _of_one_layer(config, family)
+    model = _build_layer(config, family)
     sizes = {width: _layer_size(config, family, layer) for width, layer in layer_of_each_width(config, family).items()}
     layers = sum(sizes[_width_of(family, layer)] for layer in range(config.num_hidden_layers))
-    return ParameterCount(layers, _size(model) - _size(model.get_submodule(f"{family.layers}.0")))
+    return ParameterCount(layers, _count_numbers(model) - _count_numbers(model.get_submodule(f"{family.layers}.0")))
 
 
 def _width_of(family: Family, layer: int) -> str:
@@ -157,7 +157,7 @@ def _matching_neurons(
     wanted = _layer_size(config, family, layer) / count
     described = {**entries, **family.per_layer_entries(config, [layer]), "num_hidden_layers": 1}
     width = _width_of(family, layer)
-    one, two = (_layer_size(_changed(config, {**described, width: n}), family, 0) for n in (1, 2))
+    one, two = (_layer_size(_change_config(config, {**described, width: n}), family, 0) for n in (1, 2))
     each = two - one
     exact = (wanted - one) / each + 1
     step = next((step for step in ROUND_NEURONS if step / 2 * each <= MOST_OFF * wanted), 1)
@@ -172,7 +172,7 @@ def _matching_neurons(
     return neurons
 
 
-def _changed(config: PreTrainedConfig, entries: Mapping[str, Any]) -> PreTrainedConfig:
+def _change_config(config: PreTrainedConfig, entries: Mapping[str, Any]) -> PreTrainedConfig:
     named = {config.attribute_map.get(key, key): value for key, value in entries.items()}
     try:
         changed: PreTrainedConfig = type(config).from_dict(config.to_dict() | named)
@@ -183,12 +183,12 @@ def _changed(config: PreTrainedConfig, entries: Mapping[str, Any]) -> PreTrained
 
 
 def _layer_size(config: PreTrainedConfig, family: Family, layer: int) -> int:
-    return _size(_of_one_layer(config, family, layer).get_submodule(f"{family.layers}.0"))
+    return _count_numbers(_build_layer(config, family, layer).get_submodule(f"{family.layers}.0"))
 
 
-def _of_one_layer(config: PreTrainedConfig, family: Family, layer: int = 0) -> PreTrainedModel:
+def _build_layer(config: PreTrainedConfig, family: Family, layer: int = 0) -> PreTrainedModel:
     """Build a model with one of the layers only, without numbers."""
-    single = _changed(config, {"num_hidden_layers": 1, **family.per_layer_entries(config, [layer])})
+    single = _change_config(config, {"num_hidden_layers": 1, **family.per_layer_entries(config, [layer])})
     try:
         with torch.device("meta"):  # which ties the head, too
             model: PreTrainedModel = AutoModelForCausalLM.from_config(single)
@@ -197,5 +197,5 @@ def _of_one_layer(config: PreTrainedConfig, family: Family, layer: int = 0) -> P
     return model
 
 
-def _size(module: torch.nn.Module) -> int:
+def _count_numbers(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())

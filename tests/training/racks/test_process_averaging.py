@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import TrainerState
 
-from surgeon.training.racks.process import CodaAveraging, mean_of, parse_averaging
+from surgeon.training.racks.process import CodaAveraging, average_codas, parse_averaging
 from tests.selection import case
 from tests.training.racks.local_run import SETTINGS, TWO, in_processes, in_step, require_close
 from tests.training.racks.test_exchange import connected
@@ -25,7 +25,7 @@ def test_when_codas_are_averaged() -> None:
 
 def test_the_mean_is_that_of_all() -> None:
     codas = list(torch.randn(3, 5))
-    assert torch.allclose(mean_of(codas), torch.stack(codas).mean(0))
+    assert torch.allclose(average_codas(codas), torch.stack(codas).mean(0))
 
 
 Codas = list[dict[str, torch.nn.Parameter]]
