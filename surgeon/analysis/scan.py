@@ -2,12 +2,11 @@
 
 Screened, a cell gets only as many windows of text as it takes to place it. Windows are taken in rounds, each about as
 many as all rounds before it. A cell is settled after a round, and gets no more windows, by its damage, the mean over
-windows of its negative log-likelihood minus the unedited model's on the same window (the logarithm of the ratio of
-their perplexities):
+windows of its negative log-likelihood minus the unedited model's on the same window:
 
 - it is hopeless: the lower end of the damage's 95% interval lies beyond ten times the base perplexity;
 - it is known well: the interval reaches no further to either side than 40% of the damage itself, which keeps cells in
-  their order whether they do little damage or much, and no further than 0.2, about 20% of the perplexity.
+  their order, and no further than 0.2, about 20% of the perplexity.
 
 Both depend on the cell's own numbers alone, so that an interrupted scan settles the same cells.
 """

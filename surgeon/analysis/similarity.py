@@ -139,9 +139,7 @@ class Streams:
     """Means over tokens, of one run of layers; depth i is the stream before its layer i, the last one that after it.
 
     Attributes:
-        run: the layers.
-        cosine: between the streams at two depths, (layers + 1, layers + 1).
-        angle: between them, as a share of a half turn, of the same shape.
+        cosine, angle: between the streams at two depths, (layers + 1, layers + 1); angles as a share of a half turn.
         last_angle: over the last token of each window only.
         sizes: by layer, the size of the attention's and of the feed-forward's output relative to the stream that each
             reads, (layers, 2).

@@ -1,10 +1,10 @@
 """A hardware file for this machine, measured at a model's shapes: products, passes, collectives.
 
-All ranks compute at the same time, as they share the machine's memory and cores. Every round measures everything once;
-figures come from the medians over the rounds. Shares are of the peaks that were seen, of all ranks together.
+All ranks compute at the same time, as they share the machine. Every round measures everything once; figures come from
+the medians over the rounds. Shares are of the peaks that were seen, of all ranks together.
 
-Passes are not taken apart: the time by which passes of the whole model exceed those of its first layers and the
-predicted products, memory and collectives is shared out evenly among the kernels in between.
+The time by which passes of the whole model exceed those of its first layers and the predicted products, memory and
+collectives is shared out evenly among the kernels in between.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The executor on clocks instead of tensors: the time of a program, given the times of its parts.
 
-The one executor runs the program with a clock for each rank, so that what a ladder hides, what a pair saves and where
-tracks meet follow from the same rules as on ranks. With c seconds of computation per step and d per reduction, a dense
-program costs c + d per step, and a ladder's period is max(c, (c + d) / 2). Two halves that take turns, of c / 2 each,
-have a period of max(c, c / 2 + d).
+The one executor runs the program with a clock for each rank, so that hiding, pairs and meetings follow from the same
+rules as on ranks. With c seconds of computation per step and d per reduction, a dense program costs c + d per step, and
+a ladder's period is max(c, (c + d) / 2). Two halves that take turns, of c / 2 each, have a period of max(c, c / 2 + d).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class Deployment:
         link, network: within a node and between nodes, by name; by default the hardware's first.
         node: ranks of a node; by default as many as it has devices.
         graphs: whether decoding passes are captured graphs; by default where the host is asynchronous.
-        adding: whether GPUs add and norm in one launch, as our kernels do; other software may not.
+        adding: whether GPUs add and norm in one launch, as our kernels do.
         compress: what reductions are sent as, if not as they are.
         low_rank: how ranks share factors; `auto` is gather or replicate, whichever is faster for one token.
         kv: what attentions with factors of k and v keep.

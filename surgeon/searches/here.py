@@ -1,8 +1,8 @@
 """Time on this machine, `@here`: predicted by a calibration before the search, and measured for the few best.
 
-Measuring a program takes ranks, its weights and seconds; a search looks at thousands. So the machine is calibrated once
-at the model's shapes, as by `surgeon calibrate`, and programs are priced by that hardware file. At the end the best
-programs are measured in turns with the unedited model, as by `surgeon bench`. Nothing else should run meanwhile.
+The machine is calibrated once at the model's shapes, as by `surgeon calibrate`, and programs are priced by that
+hardware file. At the end the best programs are measured in turns with the unedited model, as by `surgeon bench`.
+Nothing else should run meanwhile.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class KnownPass:
     Attributes:
         name: of the pass's command.
         programs: by their text, the quality on all of the search's text; none if the pass is of another text.
-        divergence: of every program, on whatever text, or part of one, it was measured: nats per token.
+        divergence: of every program, on whatever text it was measured: nats per token.
         ranks: measured by a spectrum.
         missed: by layer, a number that rises with the damage of not seeing what the layer before adds.
         removed: by an edit's option and the layer, one that rises with the damage of losing the layer, or a part of it.

@@ -1,10 +1,10 @@
 """Costs of programs by themselves, fast enough for thousands of them.
 
 All layers of a model are alike, and a pass is at rest between its stretches: wherever a step that is not late begins,
-every rank has landed all that was in flight, at the same time. So bytes and times of ranks add up over stretches, and
-each kind of stretch is priced once. Time adds up only where the host does not run ahead of the device (in captured
-graphs, or where kernels are launched one by one), and on an emulated link only where all ranks do the same; elsewhere
-whole programs are predicted.
+every rank has landed all that was in flight. So bytes and times of ranks add up over stretches, and each kind of
+stretch is priced once. Time adds up only where the host does not run ahead of the device (in captured graphs, or where
+kernels are launched one by one), and on an emulated link only where all ranks do the same; elsewhere whole programs are
+predicted.
 """
 
 from __future__ import annotations

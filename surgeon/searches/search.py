@@ -95,11 +95,8 @@ class Search:
         """Propose what to try next; None if nothing is left.
 
         The first round's proposals come first. Then those of rounds that are made of all that is finished, in turn, of
-        each round as many as are asked for before more is known.
-
-        Args:
-            running: keys of running trials, which count as tried.
-            skipped: proposals to leave to others who ask at the same moment, where there are more.
+        each round as many as are asked for before more is known. Keys of running trials count as tried; `skipped`
+        proposals are left to others who ask at the same moment.
         """
         tried = {trial.key for trial in finished} | set(running)
         first = [proposal for proposal in self._first_round if proposal.key not in tried]

@@ -1,10 +1,9 @@
 """A search as an Optuna study that any number of workers share.
 
-Every worker runs Optuna's own loop over the same storage: it asks by all finished trials, takes running ones as tried,
-measures and tells. Nobody leads, and nobody waits for others but at the end. Trials of dead processes are failed, so
-that they are asked for again: Optuna's heartbeats in a database tell of them, and of this machine's its process table.
-
-A study lies in a PostgreSQL database that many machines reach, or in a SQLite or journal file of one machine.
+Every worker runs Optuna's own loop over the same storage: a PostgreSQL database that many machines reach, or a SQLite
+or journal file of one machine. Nobody leads, and nobody waits for others but at the end. Trials of dead processes are
+failed, so that they are asked for again: Optuna's heartbeats in a database tell of them, and of this machine's its
+process table.
 """
 
 from __future__ import annotations

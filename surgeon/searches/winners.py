@@ -1,9 +1,9 @@
 """Winners of a search, measured again on held-out text.
 
-The best of many trials is best in part by luck, on the text that it was chosen on. On held-out text its number is
-unbiased, and it is compared with the runners-up window by window: hard windows are hard for both, so that the
-difference is known far better than either number. With several runners-up the intervals hold together with
-95% (Bonferroni: each is one of 1 - 0.05 / k). A program is called better only where the interval excludes 0.
+The best of many trials is best in part by luck, on the text that it was chosen on. On held-out text it is compared with
+the runners-up window by window: hard windows are hard for both, so that the difference is known far better than either
+number. With several runners-up the intervals hold together with 95% (Bonferroni: each is one of 1 - 0.05 / k). A
+program is called better only where the interval excludes 0.
 """
 
 from __future__ import annotations

@@ -131,8 +131,7 @@ class MeasureOptions:
         folder: for such a model's hidden states that do not fit into it.
         blocks: into how many parts each window is cut for `blocks`.
         sampled: whether programs get their sampled acceptance; known references have to be for it, too.
-        cache: states of earlier calls on the same windows of the same model, to go on from and add to; not for a model
-            whose weights are streamed.
+        cache: states of earlier calls on the same windows of the same model; not where weights are streamed.
         factors: of matrices that programs have ranks for; by default made anew in every call.
     """
 

@@ -165,8 +165,7 @@ class FactorFacts:
     """Facts about the factors of one matrix.
 
     Attributes:
-        rank: theirs.
-        full_rank: the matrix's.
+        rank, full_rank: theirs, and the matrix's.
         features: its inputs.
         reached: how many directions of its outputs the inputs have an order for.
         samples: tokens that it was calibrated on; 0 for a method that needs none.
@@ -197,12 +196,7 @@ class FactorFolder:
 
 
 class FactorJournal(Journal):
-    """What a folder of factors holds.
-
-    Attributes:
-        identity: what the factors depend on, as JSON values.
-        facts: by matrix.
-    """
+    """What a folder of factors holds, by matrix; `identity` is what they depend on."""
 
     def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
         self.folder = folder
@@ -214,7 +208,7 @@ class FactorJournal(Journal):
         return self.folder / file_name(matrix.sublayer, matrix.role)
 
     def has(self, matrix: Matrix) -> bool:
-        """Whether they are there; those that should be and are not, or are damaged, are told of."""
+        """Tell whether they are there; missing or damaged ones that should be are warned of."""
         if matrix not in self.facts:
             return False
         try:
