@@ -265,8 +265,18 @@ def _completed(matrix: Tensor, left: Tensor) -> Tensor:
     return orthonormal
 
 
+def truncate(matrix: Tensor, left: Tensor, rank: int) -> Tensor:
+    """Reduce W to at most this rank: U_r (U_r' W), (out, in), float64.
+
+    Args:
+        left: as in `Decomposition`.
+    """
+    leading = left[:, :rank]
+    return leading @ (leading.T @ matrix.to(leading))
+
+
 def factors_by(matrix: Tensor, left: Tensor, rank: int) -> Factors:
-    """Make the two factors of U_r (U_r' W), float64, each direction's size divided evenly among them.
+    """Make the two factors of `truncate`, float64, each direction's size divided evenly among them.
 
     Of plain directions that is equation 1 of DeInfer: U_r diag(sqrt(s_r)) and diag(sqrt(s_r)) V_r'. Zeros fill up a
     rank that the matrix does not have.

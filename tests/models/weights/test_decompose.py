@@ -27,6 +27,7 @@ from surgeon.models.weights.decompose import (
     factorise,
     factors_by,
     fitted,
+    truncate,
     truncation_loss,
     whiten,
 )
@@ -73,12 +74,6 @@ def whitening_of(samples: Tensor) -> Whitening:
 
 def statistics_of(samples: Tensor) -> Statistics:
     return Statistics(moment_of(samples), samples.abs().mean(0))
-
-
-def truncate(matrix: Tensor, left: Tensor, rank: int) -> Tensor:
-    """U_r (U_r' W)."""
-    leading = left[:, :rank]
-    return leading @ (leading.T @ matrix.to(leading))
 
 
 def output_error(samples: Tensor, matrix: Tensor, other: Tensor) -> float:
