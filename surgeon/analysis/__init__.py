@@ -1,1 +1,1 @@
-"""What a model can spare: measurements over many programs at once."""
+"""Measurements over many programs at once."""

@@ -296,7 +296,7 @@ class _Sums:
         self.use = ExpertUse(use.tokens + len(rows), sent, total, size, salient)
 
     def _weighed_sizes(self, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """As `_sizes`, where a token is weighed before an expert reads it, and each expert has a copy of all."""
+        """Sizes where a token is weighed before an expert reads it, and each expert has a copy of all."""
         tokens = torch.arange(len(rows), device=rows.device)[:, None]
         read = rows.new_zeros(len(self.use.sent), *rows.shape)
         read[chosen, tokens] = rows[:, None] * weights[..., None].to(rows.dtype)

@@ -1,4 +1,4 @@
-"""Where the time of forward passes goes, on every rank: in computing, or in waiting for other ranks.
+"""Timing of forward passes on every rank: computing, and waiting for other ranks.
 
 A `TimedEngine` is a `RankEngine` that adds up how long its process waited in collectives, by the machine's monotonic
 clock in seconds, so that ranks can be compared. A GPU goes on while its process waits or launches more: there

@@ -29,7 +29,7 @@ class GeneratedText(Answer):
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of the tokens after the first one; None if there are none."""
+        """Rate of the tokens after the first one; None if there are none."""
         usage = self.usage
         if usage.seconds:
             return (usage.new - 1) / usage.seconds

@@ -1,4 +1,4 @@
-"""How commands read layers, lists, results of other passes, models for ranks and drafts, and how they warn."""
+"""Helpers of commands: layers, lists, results of other passes, models for ranks and drafts, warnings."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def stored_model(
 
 
 def has_weights_of_its_model(edited: EditedModel) -> bool:
-    """Whether all weights of an edited model follow from the matrices of its model."""
+    """True if all weights of an edited model follow from the matrices of its model."""
     return edited.factors is None and (edited.recipe is None or plan_factors(edited.recipe, edited.model).is_of_weights)
 
 

@@ -222,7 +222,7 @@ class MeasuringFlags(TextFlags, total=False):
 
 
 class WayFlags(TypedDict, total=False):
-    """How ranks compute a program."""
+    """Options of ranks that compute a program."""
 
     dtype: Dtype
     decoding: Annotated[
@@ -284,7 +284,7 @@ class RunFlags(TypedDict, total=False):
 
 
 class ServiceFlags(RunFlags, WayFlags, total=False):
-    """How ranks run a model that answers requests."""
+    """Options of ranks that answer requests."""
 
     halves: Annotated[
         str,
@@ -298,7 +298,7 @@ class ServiceFlags(RunFlags, WayFlags, total=False):
 
 
 class SamplingFlags(TypedDict, total=False):
-    """How tokens are chosen."""
+    """Options of sampling."""
 
     temperature: Annotated[
         float,
@@ -336,7 +336,7 @@ class SamplingFlags(TypedDict, total=False):
 
 
 class WritingFlags(SamplingFlags, ServiceFlags, total=False):
-    """How texts are written on ranks."""
+    """Options of generation on ranks."""
 
 
 def flags_in(group: type[Any], flags: Mapping[str, Any]) -> dict[str, Any]:

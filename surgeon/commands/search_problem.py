@@ -64,7 +64,7 @@ class SearchProblem(Search):
 
     @property
     def directions(self) -> list[str]:
-        """Of a study: all is to be small."""
+        """Directions of a study: all objectives are minimised."""
         return ["minimize"] * len(self.metric_names)
 
     @property

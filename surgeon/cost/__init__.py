@@ -1,1 +1,1 @@
-"""What a program costs on hardware that is described rather than there."""
+"""Costs of a program on described hardware."""

@@ -1,4 +1,4 @@
-"""How a model is spread over hardware."""
+"""Deployment of a model over hardware."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Identity:
     trained: bool = False
 
     def is_edited(self, path: Path, model_hash: str, program: Program) -> bool:
-        """Whether a measurement is of the checkpoint, and not of its unedited source.
+        """True for a measurement of the checkpoint, False for one of its unedited source.
 
         Raises:
             ValueError: if it is of neither, saying of which.

@@ -221,7 +221,7 @@ class RunResult:
 
     @property
     def name(self) -> str:
-        """Its folder's name."""
+        """The folder's name."""
         if not self.files:
             return self.label
         return self.files[0].parent.resolve().name

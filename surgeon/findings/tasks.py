@@ -43,7 +43,7 @@ class Score:
 
     @property
     def name(self) -> str:
-        """Of the metric, with the filter where there is one."""
+        """The metric's name, with the filter where there is one."""
         if self.filter == _NO_FILTER:
             return self.metric
         return f"{self.metric} ({self.filter})"

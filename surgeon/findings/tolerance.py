@@ -50,7 +50,7 @@ class ScanTable:
 
     @property
     def edited(self) -> bool:
-        """Whether the model runs a program of its own, of which no effective depths are told."""
+        """True if the model runs a program of its own; its effective depths are not given."""
         return "program" in self.record
 
     @property

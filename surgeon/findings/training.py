@@ -211,7 +211,7 @@ class ScratchRun(TrainingRun):
 
     @classmethod
     def is_ours(cls, record: dict[str, Any]) -> bool:
-        """Whether it is of a whole model's run, and not of one of its racks."""
+        """True for a run of the whole model, False for one of its racks."""
         identity = record.get("identity", {})
         return identity.get("task") == "train" and "rack" not in identity
 
@@ -251,7 +251,7 @@ class ScratchRun(TrainingRun):
 
     @property
     def loss(self) -> float:
-        """Of the trained model on held-out text, nats per token."""
+        """Loss of the trained model on held-out text, nats per token."""
         return math.log(float(self.record["trained"]["perplexity"]))
 
     def row(self, base: float) -> list[str]:

@@ -106,7 +106,7 @@ def drafts_here(model: Model, draft: Program, windows: Windows, settings: Questi
 
 
 def fast_enough_here(question: PricedQuestion, ranked: Sequence[Trial], model: str | Path) -> Sequence[Trial]:
-    """Where time on this machine is limited, keep of the first few those measured within the limits."""
+    """Keep those of the first few trials that this machine runs within its limits, if it has limits."""
     settings = question.settings
     limits = settings.limits
     dense = question.mixture.model.program

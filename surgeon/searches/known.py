@@ -109,7 +109,7 @@ class Known:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a study depends on, beside its settings."""
+        """The inputs of a study beside its settings."""
         if self.passes:
             return {"using": [one.digest for one in self.passes]}
         return {}
@@ -120,7 +120,7 @@ class Known:
         return next((one.ranks for one in self.passes if one.ranks is not None), None)
 
     def mixture(self, mixture: Mixture) -> Mixture:
-        """The same spaces, with edits as passes have measured them."""
+        """Give the spaces the edits that passes have measured."""
         ranks = self.ranks
         if ranks is None:
             return mixture

@@ -46,17 +46,17 @@ class Mixture:
     _claims: dict[Edit, frozenset[Claim]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def on_text(self, text: Calibration) -> Mixture:
-        """The same spaces in a search on a text, as recipes name it."""
+        """Bind the spaces to a search's text, as recipes name it."""
         return replace(self, spaces=tuple(space.on_text(text) for space in self.spaces))
 
     def by_saliency(self, orders: Orders) -> Mixture:
-        """The same spaces, where mixtures' experts have these orders on the text of the search."""
+        """Give the spaces the saliency orders of mixtures' experts on the search's text."""
         spaces = (one.by_saliency(orders) if isinstance(one, KeptExperts) else one for one in self.spaces)
         return replace(self, spaces=tuple(spaces))
 
     @cached_property
     def most_salient(self) -> dict[Edit, Edit]:
-        """Of edits that keep some of a layer's experts, the one that keeps as many, the most salient ones."""
+        """Replace each edit of experts by one that keeps as many, the most salient ones."""
         found: dict[Edit, Edit] = {}
         for space in self.spaces:
             if isinstance(space, KeptExperts):
@@ -174,13 +174,13 @@ class Mixture:
 
     @cached_property
     def attentions_lost(self) -> dict[Edit, int]:
-        """How many layers lose their attention by each edit."""
+        """Count the layers that lose their attention by each edit."""
         there = _attending(self.model.program)
         return {edit: len(there - _attending(self.program((edit,)))) for edit in self.edits}
 
     @cached_property
     def most_lost(self) -> int:
-        """How many layers may lose their attention: one has to keep it."""
+        """Number of layers that may lose their attention: one has to keep it."""
         return len(_attending(self.model.program)) - 1
 
     def is_free(self, choice: Sequence[Edit], edit: Edit) -> bool:
@@ -229,7 +229,7 @@ class Mixture:
 
     @property
     def numbers(self) -> dict[str, BaseDistribution]:
-        """The same as whole numbers."""
+        """The parameters as whole numbers."""
         return {name: IntDistribution(0, len(edits)) for name, edits in self.parameters.items()}
 
     def values(self, choice: Choice) -> dict[str, str]:

@@ -185,7 +185,7 @@ class Question:
 
     @property
     def is_between_limits(self) -> bool:
-        """Whether both a cost and quality are limited and no cost is to be small."""
+        """True if a cost and quality are limited and no cost is an objective."""
         kinds = {limit.aspect.is_priced for limit in self.limits}
         return kinds == {True, False} and not any(objective.is_priced for objective in self.objectives)
 

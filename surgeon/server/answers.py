@@ -78,7 +78,7 @@ class Format(ABC):
 
 
 class CompletionFormat(Format):
-    """Of /v1/completions."""
+    """The format of /v1/completions."""
 
     prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
@@ -138,7 +138,7 @@ class CompletionFormat(Format):
 
 
 class ChatFormat(Format):
-    """Of /v1/chat/completions."""
+    """The format of /v1/chat/completions."""
 
     prefix = "chatcmpl"
     whole_object = "chat.completion"

@@ -116,7 +116,7 @@ class Body(BaseModel):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether the last chunk of a stream counts the tokens."""
+        """True if the last chunk of a stream counts the tokens."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
@@ -125,12 +125,12 @@ class Body(BaseModel):
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """Of the answer's tokens, as `Sampling` has it."""
+        """Number of log-probabilities for the answer's tokens, as in `Sampling`."""
         return None
 
     @property
     def wanted_prompt_logprobs(self) -> int | None:
-        """The same of the prompt's."""
+        """Number of log-probabilities for the prompt's tokens."""
         return None
 
     def sampling(self, prompt: int, room: int, defaults: Defaults) -> Sampling:

@@ -135,7 +135,7 @@ class ServerState:
             raise ApiError(404, message, "model", code="model_not_found")
 
     def card(self) -> dict[str, Any]:
-        """What /v1/models says of the model."""
+        """Build the model's entry of /v1/models."""
         own = {"id": self.model, "object": "model", "created": self.created, "owned_by": "surgeon"}
         return own | {"max_model_len": self.service.max_tokens}
 

@@ -296,7 +296,7 @@ class FamilyContract:
     def test_layers_that_are_all_as_narrow_are_a_plain_export(
         self, model: PreTrainedModel, ids: Tensor, tmp_path: Path
     ) -> None:
-        """Of fewer heads, too, where their width is an entry of its own."""
+        """Includes fewer heads, where their width is an entry of its own."""
         model.save_pretrained(tmp_path / "source")
         family = family_of(model.config)
         whole = family.heads_fill_stream or any(spec.kept for spec in family.attentions)

@@ -71,7 +71,7 @@ class OperationContract:
     def test_it_says_what_it_makes_of_a_program(
         self, operation: Operation, given: dict[str, Any], steps_per_layer: int
     ) -> None:
-        """Its program can be read again, is the same every time, and differs in the stretch alone."""
+        """The program can be read again, is the same every time, and differs in the stretch alone."""
         dense = Program.dense(LAYERS, steps_per_layer)
         made = {layers: _made(partial(operation.apply, dense, layers, self.shapes, **given)) for layers in STRETCHES}
         applied = {layers: program for layers, program in made.items() if program is not None}

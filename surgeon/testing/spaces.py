@@ -60,7 +60,7 @@ class SpaceContract:
 
     @pytest.fixture(params=_FAMILIES)
     def model(self, request: pytest.FixtureRequest, space: Space) -> Model:
-        """What is searched."""
+        """The model to search."""
         if space.of_mixtures and request.param != _FAMILIES[0]:
             pytest.skip("mixtures have layers of two steps")
         return small_model(_MIXTURE if space.of_mixtures else request.param)

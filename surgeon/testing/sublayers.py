@@ -66,7 +66,7 @@ class Sublayers:
 
     @property
     def one_step(self) -> bool:
-        """Whether attention and feed-forward of a layer read the same stream."""
+        """True if attention and feed-forward of a layer read the same stream."""
         return self.family.steps_per_layer == 1
 
     @property

@@ -1,1 +1,1 @@
-"""What passes over a model share: how programs are ordered, measured, and kept in memory."""
+"""Ordering, measuring and memory of programs, shared by all passes over a model."""

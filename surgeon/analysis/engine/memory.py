@@ -117,7 +117,7 @@ def working_bytes(model: PreTrainedModel, plan: SharedPlan, tokens: int) -> int:
 
 
 def streaming_bytes(model: PreTrainedModel, streamed: StreamedLayers, plan: SharedPlan, tokens: int) -> int:
-    """The same of layers whose weights are read when they are needed, with most states on disk."""
+    """Count the bytes for streamed layers, with most states on disk."""
     return _task_bytes(model, streamed, tokens) + _least_states(model, tokens) + _factor_bytes(model, plan)
 
 
@@ -146,7 +146,7 @@ def _factor_bytes(model: PreTrainedModel, plan: SharedPlan) -> int:
 
 
 def _least_states(model: PreTrainedModel, tokens: int) -> int:
-    """Of a streamed model's states, those of one task."""
+    """Count a streamed model's states of one task."""
     config: Any = model.config
     return int(6 * tokens * config.hidden_size * max(4, model.dtype.itemsize))
 

@@ -48,7 +48,7 @@ class Prefixes:
         self.sublayers = [0]
 
     def number(self, before: int, node: Node) -> int:
-        """Of a prefix and one node more."""
+        """Number a prefix with one more node."""
         found = self._numbers.setdefault((before, node), len(self.sublayers))
         if found == len(self.sublayers):
             more = sum(len(step.sublayers) for step in steps_of((node,)))

@@ -178,12 +178,12 @@ def simplify(program: Program) -> Program:
 
 
 def plain_sublayers(programs: Iterable[Program]) -> int:
-    """How many sublayers a loop runs that evaluates the programs one by one."""
+    """Count the sublayers that a loop over single programs runs."""
     return sum(1 for program in programs for _ in program.sublayers())
 
 
 def sublayers_in(task: Task) -> int:
-    """How many sublayers one task runs."""
+    """Count the sublayers that one task runs."""
     if isinstance(task, RunStep):
         return len(task.step.sublayers)
     if isinstance(task, Extend):
@@ -203,11 +203,11 @@ class _Place:
     onward: dict[Program | Step | Branch | None, _Place] = field(default_factory=dict)
 
     def after(self, by: Program | Step | Branch | None) -> _Place:
-        """What there is after it, made if it is new."""
+        """Return the place behind it, made if it is new."""
         return self.onward.setdefault(by, _Place())
 
     def tasks(self, source: int, register: int) -> list[tuple[Written, _Place]]:
-        """What leads on from here, with what it leads to; targets are not numbered yet.
+        """List the tasks that start here, with their targets, which are not numbered yet.
 
         Args:
             source: the register of the state; of a running sum, of the one that its forks started from.

@@ -175,7 +175,7 @@ def by_damage(curves: Sequence[Curve], budget: float, cost: Cost = parameters) -
 
 
 def total_cost(curves: Sequence[Curve], ranks: Mapping[Matrix, int | None], cost: Cost = parameters) -> float:
-    """What all matrices cost at these ranks."""
+    """Sum the cost of all matrices at these ranks."""
     return sum(cost(curve, ranks[curve.matrix]) for curve in curves)
 
 
@@ -203,7 +203,7 @@ def corrected(
 
 
 def energy_rank(values: Values, share: float) -> int:
-    """How many leading singular values hold this share of the sum of all squares; 0 for a matrix of zeros."""
+    """Count the leading singular values that hold this share of the sum of all squares; 0 for a matrix of zeros."""
     energy = np.cumsum(values**2)
     if not len(energy) or energy[-1] == 0:
         return 0

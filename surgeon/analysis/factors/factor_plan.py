@@ -36,14 +36,14 @@ _TEXT = tuple(Calibration.__annotations__.keys() - set(WAYS))  # which text that
 
 @dataclass(frozen=True)
 class Making:
-    """How the factors of a matrix are found; `alpha` is of the method activation."""
+    """A method of factorising a matrix; `alpha` belongs to the method activation."""
 
     method: Method = "plain"
     alpha: float = ALPHA
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether it goes by text."""
+        """True if it is calibrated on text."""
         return NEEDS[self.method] is not None
 
 
@@ -70,7 +70,7 @@ class FactorPlan:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether some factors, or the choice of some units, go by text."""
+        """True if some factors, or the choice of some units, are calibrated on text."""
         return bool(self.importance) or self.has_calibrated_factors
 
     @property
@@ -196,7 +196,7 @@ class FactorFolder:
 
 
 class FactorJournal(Journal):
-    """What a folder of factors holds, by matrix; `identity` is what they depend on."""
+    """Factors in a folder, by matrix; they depend on `identity`."""
 
     def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
         self.folder = folder

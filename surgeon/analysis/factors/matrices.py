@@ -140,7 +140,7 @@ def choose_weights(family: Family, names: Sequence[str] | None) -> tuple[str, ..
 
 
 def find_matrices(family: Family, layers: range, weights: Sequence[str]) -> list[Matrix]:
-    """These weights of the layers that have them, in the order of their use; experts' are none."""
+    """List these weights of the layers that have them, in the order of their use; experts' are left out."""
     return [
         Matrix.of(layer, projection.role)
         for layer in layers

@@ -127,7 +127,7 @@ class ReferenceText:
         self.predictions = [self.head.reference(stream, ids) for ids, stream in run.rest()]
 
     def nll(self) -> Values:
-        """Its own negative log-likelihood, (windows,), nats per token."""
+        """Negative log-likelihood of the reference, (windows,), nats per token."""
         return join_measures([known.quality for known in self.predictions])[0]
 
     def quality(self, run: ProgramRun) -> tuple[Values, Values]:
@@ -137,7 +137,7 @@ class ReferenceText:
 
 
 def matrices_in(node: Node, matrices: Collection[Matrix]) -> list[Matrix]:
-    """Those of the matrices whose sublayers, or slices of them, are in a node."""
+    """Keep the matrices whose sublayers, or slices of them, are in a node."""
     inside = {replace(sublayer, piece=None) for sublayer in Program((node,)).sublayers()}
     return [matrix for matrix in matrices if matrix.sublayer in inside]
 

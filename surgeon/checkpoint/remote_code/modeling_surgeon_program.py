@@ -392,7 +392,7 @@ def has(layer: nn.Module, path: str) -> bool:
 
 
 def attention_in(layer: nn.Module, family: Family) -> dict[str, Any]:
-    """Which kind of attention a layer has; the first one if it has none."""
+    """Return a layer's kind of attention; the first one if it has none."""
     return next((one for one in family.attentions if has(layer, one["module"])), family.attentions[0])
 
 
@@ -483,7 +483,7 @@ def give_own_class(module: nn.Module) -> None:
 
 
 def plan_of(layers: nn.ModuleList, path: str, family: Family) -> dict[str, str]:
-    """How tensor-parallel ranks share the layers' projections, by their paths from the model.
+    """Map the layers' projections, by their paths from the model, to the way that tensor-parallel ranks share them.
 
     What reads the stream has some of its outputs on each rank, what writes to it some of its inputs. Of two factors the
     one on the stream's side is whole on every rank: the outputs of the other are divided, or the sum over ranks of its

@@ -141,7 +141,7 @@ class SequenceBlocks:
 
     @property
     def runs(self) -> tuple[list[BlockRun], ...]:
-        """Of every table."""
+        """Runs of blocks of every table."""
         return tuple(table.runs for table in self.tables)
 
 

@@ -20,12 +20,12 @@ class UndefinedLogits(ValueError):
 
 
 class QueueFull(ValueError):
-    """As many requests are running and waiting as the service takes; the client may try again later."""
+    """The service is full of running and waiting requests; the client may try again later."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next tokens are chosen, and when to end.
+    """Sampling parameters and stop conditions.
 
     The filters apply in this order: repetition penalty, suppressed tokens, temperature, top_k, top_p, min_p. Log-
     probabilities are those of the model itself, before any of them.
@@ -83,12 +83,12 @@ class Sampling:
 
     @property
     def draws(self) -> bool:
-        """Whether more than one token may be chosen at a place."""
+        """True if more than one token may be chosen at a place."""
         return self.temperature > 0 and self.top_p > 0 and self.top_k != 1
 
     @property
     def greedy(self) -> bool:
-        """Whether nothing but the most likely token is asked for, so that ranks need not exchange all logits."""
+        """True if only the most likely token is needed, so that ranks need not exchange all logits."""
         changed = self.repetition_penalty != 1 or self.suppress_tokens or self.begin_suppress_tokens
         return not self.draws and not changed and self.logprobs is None
 

@@ -91,7 +91,7 @@ class Row(NamedTuple):
 
     @property
     def continues(self) -> bool:
-        """Whether it adds one token to a text."""
+        """True if it adds one token to a text."""
         return self.start > 0 and len(self.tokens) == 1
 
 
@@ -262,7 +262,7 @@ class ScheduledChunk(NamedTuple):
 
     @property
     def completes(self) -> bool:
-        """Whether all tokens so far are in the cache then."""
+        """True if all tokens so far are in the cache afterwards."""
         return self.sequence.computed + self.tokens == len(self.sequence.tokens)
 
     @property

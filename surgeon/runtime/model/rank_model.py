@@ -62,7 +62,7 @@ class Way(ABC):
 
     @abstractmethod
     def fits(self, rows: Sequence[Row]) -> bool:
-        """Whether it can compute a pass of these rows."""
+        """True if it can compute a pass of these rows."""
 
     @abstractmethod
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
@@ -110,7 +110,7 @@ class RankModel:
 
     @property
     def by_kernels(self) -> bool:
-        """Whether kernels compute all that takes long."""
+        """True if kernels compute all expensive parts."""
         return all(made.by_kernels for program in self._programs() for made in program.sublayers.values())
 
     def _programs(self) -> list[RankProgram]:

@@ -45,7 +45,7 @@ class Work:
 
     @cached_property
     def whole(self) -> bool:
-        """Whether its parts are whole sublayers of the step; otherwise all of them are slices."""
+        """True if its parts are whole sublayers of the step; otherwise all of them are slices."""
         return all(part.sublayer == self.step.sublayers[part.index] for part in self.parts)
 
 

@@ -63,7 +63,7 @@ OWN_ACTIVATIONS = ("silu", "swish", "relu", "gelu", "gelu_new", "gelu_pytorch_ta
 
 @dataclass(frozen=True)
 class Longer:
-    """How far each pair of features turns per position in texts beyond a length.
+    """RoPE frequencies for texts beyond a length: the angle of each pair of features per position.
 
     In a text of n tokens pair k turns by frequency k times (1 + stretch * (n / beyond - 1)) ** (-k / (pairs - 1)).
 
@@ -101,7 +101,7 @@ class Rotary:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What a configuration says of a model's numbers, and not of its sizes: None for what the model does not do.
+    """A model's arithmetic, by its configuration, beside its sizes; None for operations that the model lacks.
 
     Attributes:
         epsilon: of all norms.
@@ -230,7 +230,7 @@ class Plan:
         return LongTexts(min(beyond), by_length, self.family.positions.computes_anew)
 
     def window(self, attention: Sublayer) -> int | None:
-        """How many tokens an attention looks at, None for all; averaged layers have the first one's."""
+        """Return the window of an attention in tokens, None for all; averaged layers have the first one's."""
         if self.windows:
             return self.windows[attention.layers[0]]
         return None
@@ -242,7 +242,7 @@ class Plan:
 
     @property
     def can_be_low_rank(self) -> bool:
-        """Whether there is an attention that can keep its first factors' output of k and v.
+        """True if some attention can keep its first factors' output of k and v.
 
         Of keys that are normed together with those of other ranks these say too little.
         """
@@ -309,7 +309,7 @@ class DraftPlan:
 
     @property
     def keeps_own(self) -> bool:
-        """Whether there are any, so that the draft has to compute every token itself before it reads on."""
+        """True if there are any, so that the draft has to compute every token itself before it reads on."""
         return any(self.own)
 
 

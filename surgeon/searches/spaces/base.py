@@ -76,7 +76,7 @@ class Space(ABC):
         return self
 
     def sizes(self, model: Model) -> Iterable[int]:  # noqa: ARG002
-        """How many layers an edit can have."""
+        """Numbers of layers that an edit can have."""
         return (1,)
 
     def options(self, model: Model) -> Iterable[str]:  # noqa: ARG002
@@ -209,7 +209,7 @@ def layers_joined(layers: Iterable[int]) -> tuple[range, ...]:
 
 
 def from_every_layer(edits: Iterable[Edit]) -> Iterator[list[Edit]]:
-    """Of edits of single layers that go together, those from every layer on."""
+    """Group edits of single layers that go together: those from every layer on."""
     ordered = sorted(edits)
     for start in sorted({edit.first for edit in ordered}):
         yield [edit for edit in ordered if edit.first >= start]

@@ -62,7 +62,7 @@ class Ladder(Space):
         return frozenset().union(*(claims_of_late(edit, kind) for kind in HALVES[edit.option]))
 
     def operations(self, edits: Sequence[Edit], program: Program, model: Model) -> tuple[AppliedOperation, ...]:  # noqa: ARG002
-        """Of whole layers, of attentions, of MLPs; with all that share a step with a chosen one."""
+        """Ladders of whole layers, of attentions, of MLPs; with all that share a step with a chosen one."""
         wanted = {(kind, layer) for e in edits for kind in HALVES[e.option] for layer in e.layers}
         steps = [_parts(node) for node in program.nodes if isinstance(node, Step)]
         late = {part for parts in steps for part in parts if not wanted.isdisjoint(parts)}

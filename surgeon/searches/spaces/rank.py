@@ -74,7 +74,7 @@ class MeasuredRanks:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Of the operation, beside the ranks."""
+        """Parameters of the operation beside the ranks."""
         text = {} if self.method == "plain" else {"calibration": dict(self.calibration)}
         return {"method": self.method, **text}
 

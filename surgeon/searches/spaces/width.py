@@ -53,7 +53,7 @@ class Widths(ShareSpace):
                 yield edit
 
     def kept(self, model: Model, kind: str, share: float) -> int:
-        """How many are kept; 0 where that is all of them, or they cannot be told apart."""
+        """Number of units kept; 0 for all of them, or if they cannot be told apart."""
         (of,) = HALVES[kind]
         units = model.shapes.layer_shapes.units.get(of)
         if units is None:

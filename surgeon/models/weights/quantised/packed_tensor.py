@@ -62,7 +62,7 @@ class PackedTensor(Tensor):
         return values
 
     def _like(self, **changed: Any) -> PackedTensor:
-        """The same matrix with another `dtype`, `turned`, or other `parts`."""
+        """Copy the matrix with another `dtype`, `turned`, or other `parts`."""
         kept: dict[str, Any] = {"parts": self.parts, "dtype": self.dtype, "turned": self.turned} | changed
         return PackedTensor(kept["parts"], self.scheme, self.size_stored, kept["dtype"], kept["turned"])
 

@@ -218,7 +218,7 @@ def mean_squares(
     PADDED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Of the features of queries, and of the keys behind them, (T, 2): a token, one of the two."""
+    """Mean squares over the features of queries, and of the keys behind them, (T, 2)."""
     wait(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     of_keys = tl.program_id(1)
