@@ -325,7 +325,7 @@ def _largest_ritz_value(function: Function, point: Tensor, dims: tuple[int, ...]
     """The largest eigenvalue of J^T J, from below, as the largest one of the tridiagonal matrices of all blocks."""
     pull = vjp(function, point)[1]
     start = torch.randn(point.shape, generator=torch.Generator().manual_seed(seed))
-    vector = _scaled(start.to(point.device, _precise(point)), dims)
+    vector = _normalize(start.to(point.device, _precise(point)), dims)
     before = torch.zeros_like(vector)
     beside = vector.new_zeros(())
     diagonal: list[Tensor] = []  # (blocks,) each
@@ -339,7 +339,7 @@ def _largest_ritz_value(function: Function, point: Tensor, dims: tuple[int, ...]
         diagonal.append(square.flatten())
         off_diagonal.append(beside.flatten())
         before = vector
-        vector = _scaled(rest, dims)
+        vector = _normalize(rest, dims)
     matrix = torch.diag_embed(torch.stack(diagonal, dim=-1))
     sides = torch.stack(off_diagonal, dim=-1)[:, :-1]
     matrix = matrix + torch.diag_embed(sides, offset=1) + torch.diag_embed(sides, offset=-1)
@@ -351,7 +351,7 @@ def _precise(point: Tensor) -> torch.dtype:
     return torch.promote_types(point.dtype, torch.float32)
 
 
-def _scaled(vector: Tensor, dims: tuple[int, ...]) -> Tensor:
+def _normalize(vector: Tensor, dims: tuple[int, ...]) -> Tensor:
     """A vector of the norm 1 over these dimensions, or zeros."""
     return vector / _norms(vector, dims).clamp_min(_SMALLEST)
 

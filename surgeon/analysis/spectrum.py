@@ -252,7 +252,7 @@ class _Work:
                                 nll, divergence = reference.quality(measured)
                                 numbers = {"nll": nll.tolist(), "divergence": divergence.tolist()}
                                 asked = {"method": truncation.method, "rank": truncation.rank}
-                                journal.keep(_named(matrix) | asked | numbers)
+                                journal.keep(_matrix_columns(matrix) | asked | numbers)
                             ran(len(nodes) - measured.place)
                 if damages:
                     measured.step()
@@ -285,12 +285,12 @@ class _Work:
         if is_new:
             about = {"size": list(values.shape), "factor": whitening.how, "input_rank": whitening.rank}
             singular = {name: one.values.tolist() for name, one in found.items()}
-            journal.keep(_named(matrix) | about | singular)
+            journal.keep(_matrix_columns(matrix) | about | singular)
             ran(1)
         return found[self.wanted.method]
 
 
-def _named(matrix: Matrix) -> dict[str, Any]:
+def _matrix_columns(matrix: Matrix) -> dict[str, Any]:
     return {"layer": matrix.layer, "weight": matrix.role, "kind": matrix.sublayer.kind}
 
 

@@ -51,8 +51,8 @@ def divergence_of_compressed(ranks: Ranks, windows: list[list[int]], kind: str, 
 def _compare_on_rank(rank: Rank, name: str, windows: list[list[int]], kind: str) -> list[float]:
     """Run every window both ways on a rank, with the weights of its engine."""
     engine: RankEngine = rank.engines[name]
-    exact = _sending(engine, lambda collectives: collectives.exact)
-    compressed = _sending(engine, lambda collectives: Compressed(collectives.exact, kind))
+    exact = _with_wire(engine, lambda collectives: collectives.exact)
+    compressed = _with_wire(engine, lambda collectives: Compressed(collectives.exact, kind))
     found = []
     for window in windows:
         first = exact.text_logits(window)
@@ -67,7 +67,7 @@ def _compare_on_rank(rank: Rank, name: str, windows: list[list[int]], kind: str)
     return found
 
 
-def _sending(engine: RankEngine, how: Callable[[Collectives], Collectives]) -> RankEngine:
+def _with_wire(engine: RankEngine, how: Callable[[Collectives], Collectives]) -> RankEngine:
     other = copy.copy(engine)
     other.model = copy.copy(engine.model)
     other.model.program = copy.copy(engine.model.program)

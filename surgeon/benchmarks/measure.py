@@ -146,10 +146,10 @@ class RankBench:
 
     def run(self, name: str, load: Workload, profiled: bool = False) -> list[RankRun]:
         """Run one program once; returns the run of each rank."""
-        runs: list[RankRun] = self.ranks.call(run_timed, *self._given(name, load), name, profiled)
+        runs: list[RankRun] = self.ranks.call(run_timed, *self._prepare_load(name, load), name, profiled)
         return runs
 
-    def _given(self, name: str, load: Workload) -> Load:
+    def _prepare_load(self, name: str, load: Workload) -> Load:
         vocabulary = min(plan.vocabulary for plan in self.plans.values())  # token ids that all of the models have
         together = min(load.batch * load.prompt, self.pass_tokens or sys.maxsize)
         plan = self.plans[name]
@@ -183,7 +183,7 @@ class RankBench:
     def profile(self, load: Workload, path: Path) -> tuple[Path, ...]:
         """Have every rank write a Chrome trace of all programs, by `torch.profiler`; returns their files."""
         short = replace(load, new=min(PROFILED_TOKENS, load.new))
-        loads = {name: self._given(name, short) for name in self.plans}
+        loads = {name: self._prepare_load(name, short) for name in self.plans}
         self.ranks.call(write_profile, loads, str(path.absolute()))
         return trace_files(path, self.ranks.options.ranks)
 

@@ -122,13 +122,13 @@ class TimedCollectives(Around):
 
     def all_reduce(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:  # noqa: ARG002
         """Start summing a tensor over the group; waiting on the result gives the sum. Waiting is always apart."""
-        return self._timed("all-reduce", self.inner.all_reduce, tensor, counts)
+        return self._time("all-reduce", self.inner.all_reduce, tensor, counts)
 
     def start_all_gather(self, tensor: Tensor, counts: Counts, at_once: bool = False) -> Callable[[], Tensor]:  # noqa: ARG002
         """Start gathering the group's tensors; waiting on the result gives them joined."""
-        return self._timed("all-gather", self.inner.start_all_gather, tensor, counts)
+        return self._time("all-gather", self.inner.start_all_gather, tensor, counts)
 
-    def _timed(
+    def _time(
         self, kind: str, start: Callable[[Tensor, Counts], Callable[[], Tensor]], tensor: Tensor, counts: Counts
     ) -> Callable[[], Tensor]:
         recorder = self.recorder
@@ -259,10 +259,10 @@ def waits_of_passes(events: Iterable[Any]) -> list[float]:
     all_ = [one.time_range for one in kernels]
     computing = [one.time_range for one in kernels if not COLLECTIVE.search(one.name)]
     passes.sort(key=lambda span: float(span.start))
-    return [(_covered(all_, span) - _covered(computing, span)) / 1e6 for span in passes]
+    return [(_covered_time(all_, span) - _covered_time(computing, span)) / 1e6 for span in passes]
 
 
-def _covered(spans: Sequence[Any], within: Any) -> float:
+def _covered_time(spans: Sequence[Any], within: Any) -> float:
     total = 0.0
     until = within.start
     for one in sorted(spans, key=lambda span: float(span.start)):

@@ -95,7 +95,7 @@ def convert_gguf(path: Path) -> Path:
         import gguf  # noqa: F401 - the reading below says nothing of extras
     from huggingface_hub import metadata_save
 
-    readers = [_opened(part) for part in parts]
+    readers = [_open_part(part) for part in parts]
     with naming(kept), scratch(folder) as made:
         _write_folder(made, parts[0], readers, DTYPES[name])
         record = {"file": path.name, "sha256": dict(zip([part.name for part in parts], hashes, strict=True))}
@@ -148,7 +148,7 @@ def _faults(said: str) -> Iterator[None]:
         raise ValueError(f"{said}: {' '.join(str(error).split()) or type(error).__name__}") from error
 
 
-def _opened(part: Path) -> GGUFReader:
+def _open_part(part: Path) -> GGUFReader:
     from gguf import GGUFReader
 
     with part.open("rb") as file:
@@ -183,7 +183,7 @@ def _write_folder(made: Path, first: Path, readers: Sequence[GGUFReader], dtype:
                 f"tokenizer.ggml.{name}_token_id (gguf-set-metadata of the package gguf)"
             )
     config = _config_of(first, readers[0], architecture, {one.name: one for one in tensors})
-    plan = _planned(first, architecture, config, tensors, dtype)
+    plan = _plan_tensors(first, architecture, config, tensors, dtype)
     config.dtype = dtype
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     config.save_pretrained(made)
@@ -309,7 +309,7 @@ def _by_parameter(
     return held
 
 
-def _planned(
+def _plan_tensors(
     first: Path, architecture: str, config: Any, tensors: Sequence[ReaderTensor], dtype: torch.dtype
 ) -> list[PlannedTensor]:
     """Plan the parameters of the model, from the tensors that hold them; errors as `_by_parameter`."""

@@ -138,15 +138,15 @@ def _forms(messages: list[Message]) -> Iterator[list[Message]]:
                 if "tool_calls" not in message
                 else message
                 | {"content": message["content"] or empty}
-                | {"tool_calls": [_called(call, with_arguments) for call in message["tool_calls"]]}
+                | {"tool_calls": [_read_call(call, with_arguments) for call in message["tool_calls"]]}
                 for message in messages
             ]
 
 
-def _called(call: dict[str, Any], with_arguments: Callable[[Any], Any]) -> dict[str, Any]:
+def _read_call(call: dict[str, Any], with_arguments: Callable[[Any], Any]) -> dict[str, Any]:
     """Write a call of a tool, whose function stands in it, or is it."""
     if isinstance(function := call.get("function"), dict):
-        return call | {"function": _called(function, with_arguments)}
+        return call | {"function": _read_call(function, with_arguments)}
     if call.get("arguments") is not None:
         return call | {"arguments": with_arguments(call["arguments"])}
     return call

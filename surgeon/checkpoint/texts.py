@@ -343,14 +343,14 @@ def read_defaults(path_or_name: str | Path) -> Defaults:
     penalty = 1.0 if penalty is None else penalty
     if isinstance(penalty, bool) or not isinstance(penalty, int | float) or not 0 < penalty < float("inf"):
         raise ValueError(f"{file}: repetition_penalty must be a number above 0, not {penalty!r}; correct it there")
-    unapplied = _changing(found, _UNAPPLIED)
+    unapplied = _differences(found, _UNAPPLIED)
     if found.get("do_sample"):
-        unapplied += _changing(found, _UNAPPLIED_DRAWING)
+        unapplied += _differences(found, _UNAPPLIED_DRAWING)
     suppressed, at_first = (_tokens(file, found, name) for name in ("suppress_tokens", "begin_suppress_tokens"))
     return Defaults(float(penalty), suppressed, at_first, unapplied, file.name)
 
 
-def _changing(found: dict[str, Any], neutral: dict[str, tuple[Any, ...]]) -> tuple[tuple[str, Any], ...]:
+def _differences(found: dict[str, Any], neutral: dict[str, tuple[Any, ...]]) -> tuple[tuple[str, Any], ...]:
     values = ((name, found.get(name)) for name in neutral)
     return tuple((name, value) for name, value in values if value is not None and value not in neutral[name])
 

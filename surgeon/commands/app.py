@@ -116,7 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not debug:
         quiet_libraries()
     try:
-        code = _built(app).main(args=arguments, prog_name="surgeon", standalone_mode=False)
+        code = _build_app(app).main(args=arguments, prog_name="surgeon", standalone_mode=False)
         if sys.stdout is not None:
             sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort):
@@ -137,7 +137,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 @cache
-def _built(commands: typer.Typer) -> Any:
+def _build_app(commands: typer.Typer) -> Any:
     return typer.main.get_command(commands)
 
 
@@ -185,13 +185,13 @@ def _fail_usage(error: Any, arguments: list[str]) -> int:
         said = error.format_message().rstrip(".").replace("Value error, ", "")  # pydantic's of what typer raised
         message = f"{error.message}. Did you mean {min(near)}?" if near else said
         if type(error).__name__ == "MissingParameter":
-            message += f"; write {_completed(error, arguments)}"
+            message += f"; write {_complete_command(error, arguments)}"
         path = error.ctx.command_path if error.ctx else "surgeon"
         _say(f"error: {message} (see {path} --help)")
     return int(error.exit_code)
 
 
-def _completed(error: Any, arguments: list[str]) -> str:
+def _complete_command(error: Any, arguments: list[str]) -> str:
     """The whole command, with the missing argument, and with the text to measure on where none is given."""
     command, *given = arguments
     every = error.ctx.command.params

@@ -233,25 +233,28 @@ class Capabilities:
 
     def on_ranks(self) -> Iterator[Question]:
         for count in self.ranks:
-            yield plural(count, "rank"), partial(self._shared, count)
+            yield plural(count, "rank"), partial(self._check_sharing, count)
         if self.draft is not None:
-            yield "draft", lambda: _together([(plural(n, "rank"), 1, partial(self._drafted, n)) for n in self.ranks])
+            yield (
+                "draft",
+                lambda: _together([(plural(n, "rank"), 1, partial(self._check_drafting, n)) for n in self.ranks]),
+            )
         longest = self.model.positions
-        yield f"texts of {longest:,} tokens", partial(self._planned, self.ranks[0], None, longest)
+        yield f"texts of {longest:,} tokens", partial(self._check_plan, self.ranks[0], None, longest)
         if self.model.own is None:
             asked = (name for name in VARIANTS if max(self.ranks) > 1 or not _for_several(name))
             yield from ((name, partial(self._variant, name)) for name in asked)
         if isinstance(places := self.maps[FACTORS], list):
             yield "two factors", partial(self._on_each, lambda _: places[0].program)
 
-    def _planned(self, ranks: int, program: Program | None = None, tokens: int | None = None) -> str:
+    def _check_plan(self, ranks: int, program: Program | None = None, tokens: int | None = None) -> str:
         self._plan_on(ranks, program, tokens)
         return ""
 
     def _plan_on(self, ranks: int, program: Program | None = None, tokens: int | None = None) -> Plan:
         return make_plan(self.model, ranks, tokens, program, dtype=self.dtype)
 
-    def _shared(self, ranks: int) -> Said:
+    def _check_sharing(self, ranks: int) -> Said:
         plan = self._plan_on(ranks)
         sizes = footprint(plan, self.model.weights)
         blocks = sizes.blocks(1, plan.max_tokens, PASS_TOKENS["cuda"])
@@ -260,7 +263,7 @@ class Capabilities:
         said = f"{show_size(weights)} weights, {show_size(cache)} cache of a text of {plan.max_tokens:,} tokens"
         return f"{said}, {self.dtype}, on each", weights + cache
 
-    def _drafted(self, ranks: int) -> str:
+    def _check_drafting(self, ranks: int) -> str:
         with_draft(self._plan_on(ranks), self.model, draft_program(self.model, self.draft) or "")
         return ""
 
@@ -274,15 +277,15 @@ class Capabilities:
 
     def _on_each(self, program: Callable[[int], Program], sliced: bool = False) -> Verdict:
         counts = [count for count in self.ranks if count > 1 or not sliced]
-        asked = [(plural(n, "rank"), 1, lambda n=n: self._planned(n, program(n))) for n in counts]
+        asked = [(plural(n, "rank"), 1, lambda n=n: self._check_plan(n, program(n))) for n in counts]
         return _together(asked)
 
     def on_vllm(self) -> Iterator[Question]:
         if self.unexportable:
             return iter([("all programs", lambda: Verdict("", "", NO, self.unexportable))])
-        return ((name, partial(self._over, name, self._served)) for name in self.map_names)
+        return ((name, partial(self._over, name, self._check_serving)) for name in self.map_names)
 
-    def _served(self, program: Program) -> str:
+    def _check_serving(self, program: Program) -> str:
         layout = layout_of(self.model, program)
         config = copy.copy(self.model.config)
         sources = [layer.sources[0] for layer in layout.layers]
@@ -300,11 +303,11 @@ class Capabilities:
         pairs = self.maps[PAIRS]
         program = self.model.own or (pairs[0].program if isinstance(pairs, list) else self.model.program)
         for scope in SCOPES if self.model.family.mixture else SCOPES[:-1]:  # the last one is of mixtures alone
-            yield f"heal {scope}", partial(self._healed, program, scope)
-        yield "heal by adapters", partial(self._healed, program, "edited", ADAPTER_RANK)
+            yield f"heal {scope}", partial(self._check_healing, program, scope)
+        yield "heal by adapters", partial(self._check_healing, program, "edited", ADAPTER_RANK)
         yield "rack by rack", partial(self._racks, program)
 
-    def _healed(self, program: Program, scope: str, rank: int | None = None) -> Said:
+    def _check_healing(self, program: Program, scope: str, rank: int | None = None) -> Said:
         settings = TrainSettings(scope, lora=rank)
         student = shapes_to_train(self.model, program, settings)
         size = training_bytes(student)
@@ -401,7 +404,7 @@ def facts_of(model: Model) -> dict[str, str]:
         f"{plural(shapes.heads, 'head')} of {shapes.head_dim} over {plural(shapes.kv_heads, 'KV head')}, "
         f"{shapes.neurons} neurons, vocabulary {shapes.vocabulary}, {'tied to' if shapes.tied else 'with'} the head",
         "weights": f"{model.parameters / 1e6:,.{digits}f}M parameters, {show_size(model.size)}, {stored}",
-        "positions": f"{model.positions:,}, {_listed(rope) if rope else 'learned'}",
+        "positions": f"{model.positions:,}, {_list_entries(rope) if rope else 'learned'}",
     }
     if windows := [window for window in shapes.windows if window is not None]:
         facts["windows"] = f"of {max(windows):,} tokens in {len(windows)} of {plural(shapes.layers, 'layer')}"
@@ -411,13 +414,13 @@ def facts_of(model: Model) -> dict[str, str]:
     if model.wrapped is not None:
         facts["inside"] = f"{model.wrapped.wrapper.name}, of which the rest stays as it is"
     if quantised := model.checkpoint.config.get(QUANTIZATION):
-        facts["quantised"] = _quantised(quantised)
+        facts["quantised"] = _describe_quantisation(quantised)
     if model.own is not None:
         facts["program"] = outline_text(model.own, shapes.layers, shapes.family.steps_per_layer)
     return facts
 
 
-def _quantised(said: Any) -> str:
+def _describe_quantisation(said: Any) -> str:
     try:
         schemes = dict.fromkeys(rule.scheme.description for rule in rules_of(said))
     except ValueError as refusal:
@@ -425,11 +428,11 @@ def _quantised(said: Any) -> str:
     return f"{', '.join(schemes)}; dequantised as they are read, which takes the memory said here"
 
 
-def _listed(entries: Mapping[str, Any]) -> str:
+def _list_entries(entries: Mapping[str, Any]) -> str:
     said = []
     for name, value in entries.items():
         if isinstance(value, Mapping):
-            said.append(f"{name}: {_listed(value)}")
+            said.append(f"{name}: {_list_entries(value)}")
         else:
             said.append(f"{name} {f'{len(value)} numbers' if isinstance(value, list) else value}")
     return ", ".join(said)

@@ -148,15 +148,15 @@ class CommandParameter:
 
 def declared(function: Callable[..., Any]) -> list[CommandParameter]:
     """The parameters of a function that are options, in order; in place of a TypedDict those of its keys."""
-    return _declared(inspect.unwrap(function))
+    return _declare_parameters(inspect.unwrap(function))
 
 
 @cache
-def _declared(function: Callable[..., Any]) -> list[CommandParameter]:
+def _declare_parameters(function: Callable[..., Any]) -> list[CommandParameter]:
     names = _Names(function.__globals__, globals(), vars(builtins))
     found: list[CommandParameter] = []
     for name, parameter in inspect.signature(function).parameters.items():
-        hint = _evaluated(parameter.annotation, names)
+        hint = _evaluate(parameter.annotation, names)
         if get_origin(hint) is Unpack:
             (group,) = get_args(hint)
             keys = group.__annotations__.items()  # those of its own module first, then those of others
@@ -176,13 +176,13 @@ def _key(name: str, annotation: ForwardRef) -> CommandParameter | None:
 
 
 def _parameter(name: str, annotation: Any, names: Mapping[str, Any], default: Any = None) -> CommandParameter | None:
-    hint = _evaluated(annotation, names)
+    hint = _evaluate(annotation, names)
     if get_origin(hint) is not Annotated:
         return None
     kind, *notes = get_args(hint)
     for note in notes:
         if isinstance(note, Declaration):
-            return CommandParameter(name, _evaluated(kind, names), default, note)
+            return CommandParameter(name, _evaluate(kind, names), default, note)
     return None
 
 
@@ -205,7 +205,7 @@ class _Names(ChainMap[str, Any]):
         return Any
 
 
-def _evaluated(annotation: Any, names: Mapping[str, Any]) -> Any:
+def _evaluate(annotation: Any, names: Mapping[str, Any]) -> Any:
     text = annotation.__forward_arg__ if isinstance(annotation, ForwardRef) else annotation
     if not isinstance(text, str):
         return text

@@ -160,7 +160,7 @@ class DemoSteps:
             chosen = OF_OTHERS
             typed = " --operation {operations} --every {every}".format(**chosen)
         _announce(
-            "1. Which stretches of layers can it spare?", f"scan {self.typed} {effort.text}{typed} -o {_quoted(output)}"
+            "1. Which stretches of layers can it spare?", f"scan {self.typed} {effort.text}{typed} -o {_quote(output)}"
         )
         scan(self.model, DEMO, output, tokens=effort.tokens, window=effort.window, **chosen)
         for finding in self.page("scan").chapters[0].summary:
@@ -175,7 +175,7 @@ class DemoSteps:
         budget = f"depth={depth}"
         _announce(
             f"2. Which layers should run in pairs, for a depth of {depth}?",
-            f"search {self.typed} --budget {budget} {effort.text} --trials {effort.trials} -o {_quoted(output)}",
+            f"search {self.typed} --budget {budget} {effort.text} --trials {effort.trials} -o {_quote(output)}",
         )
         search(self.model, DEMO, output, effort.trials, budget=budget, tokens=effort.tokens, window=effort.window)
         for finding in self.page("search").chapters[0].summary:
@@ -187,7 +187,7 @@ class DemoSteps:
         from surgeon.commands.export import export
 
         output = self.folder / name
-        _announce(purpose, f"export {_quoted(recipe)} -o {_quoted(output)} --overwrite")
+        _announce(purpose, f"export {_quote(recipe)} -o {_quote(output)} --overwrite")
         found = export(recipe, output, overwrite=True)
         _say(f"{found.form} form: {found.reason}.")
         _say(str(found))
@@ -200,7 +200,7 @@ class DemoSteps:
         new = self.effort.new_tokens * 2
         _announce(
             f"4. Let it write, on {plural(self.ranks, 'rank')}",
-            f"generate {_quoted(model)} --prompt {shlex.quote(PROMPT)} --max-new-tokens {new} --tp {self.ranks}",
+            f"generate {_quote(model)} --prompt {shlex.quote(PROMPT)} --max-new-tokens {new} --tp {self.ranks}",
         )
 
         def show(_: Any, event: Any) -> None:
@@ -232,7 +232,7 @@ class DemoSteps:
             rows.append([name, f"{program.effective_depth():g}", *numbers])
         head = ["program", "depth", "perplexity", "divergence", "syncs"]
         others = [model for _, _, model in contenders[1:]]
-        compared = " ".join(f"--compare {_quoted(Path(one))}" for one in others)
+        compared = " ".join(f"--compare {_quote(Path(one))}" for one in others)
         load: Any = {"prompt": PROMPT_TOKENS, "new": effort.new_tokens, "rounds": effort.rounds}
         options = " ".join(f"--{name} {value}" for name, value in load.items())
         for purpose, wanted in (
@@ -274,5 +274,5 @@ def _say(text: str, indent: str = "") -> None:
     print(textwrap.fill(text, WIDTH, subsequent_indent=indent, break_on_hyphens=False), flush=True)
 
 
-def _quoted(path: Path) -> str:
+def _quote(path: Path) -> str:
     return shlex.quote(str(path))

@@ -110,7 +110,7 @@ def _to_run(program: Program | Recipe | str | Path | None, operations: Mapping[s
     if (program is None) == (not operations):
         raise ValueError('say what is to be run, either by a program or a recipe or by operations, as in pair="1:7"')
     if operations:
-        return Recipe("", _applied(operations), source="edit")
+        return Recipe("", _apply(operations), source="edit")
     if isinstance(program, str | Path):
         if is_recipe(program):
             return read_recipe(Path(program))
@@ -120,7 +120,7 @@ def _to_run(program: Program | Recipe | str | Path | None, operations: Mapping[s
     return program
 
 
-def _applied(operations: Mapping[str, Applied]) -> Any:
+def _apply(operations: Mapping[str, Applied]) -> Any:
     entries = []
     for name, given in operations.items():
         entry = dict(given) if isinstance(given, Mapping) else {"layers": given}

@@ -120,8 +120,8 @@ def differences(a: Surgery, b: Surgery) -> Iterator[tuple[str, str]]:
     from surgeon.checkpoint.describe import compare
     from surgeon.progress import progress
 
-    ours = _joined(facts(a))
-    theirs = _joined(facts(b))
+    ours = _join(facts(a))
+    theirs = _join(facts(b))
     for label in dict.fromkeys([*ours, *theirs]):
         if label == "name" or ours.get(label) != theirs.get(label):
             yield label, f"A: {ours.get(label, 'nothing')}"
@@ -142,7 +142,7 @@ def differences(a: Surgery, b: Surgery) -> Iterator[tuple[str, str]]:
         yield "different", f"{name}: {difference}"
 
 
-def _joined(lines: Iterable[tuple[str, str]]) -> dict[str, str]:
+def _join(lines: Iterable[tuple[str, str]]) -> dict[str, str]:
     texts: dict[str, list[str]] = {}
     for label, text in lines:
         texts.setdefault(label, []).append(text)

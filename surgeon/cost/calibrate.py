@@ -378,7 +378,7 @@ def fit(calibration: MachineCalibration, ranks: int, one: Round) -> RankFigures:
     links = {way: _link(calibration, ranks, way, one) for way in calibration.ways if ranks > 1}
     starting = one.starting[calibration.ways[0], SIZES[0]] if ranks > 1 else 0.0
     asynchronous = calibration.device == "cuda"
-    host = Host(_rounded(one.launches["operation"]), 0.0, _rounded(starting), Figure.constant(0.0), asynchronous)
+    host = Host(_round(one.launches["operation"]), 0.0, _round(starting), Figure.constant(0.0), asynchronous)
     figures = RankFigures(flops, moved / computing[1], host, links)
     return replace(figures, host=_fit_host(calibration, ranks, one, figures))
 
@@ -421,7 +421,7 @@ def _fit_host(calibration: MachineCalibration, ranks: int, one: Round, figures: 
     for texts in BATCHES:
         kernels, attentions = counts[SHORT, texts]
         rest[texts] = max(0.0, left[SHORT, texts] - launch * kernels - attention * attentions)
-    host = replace(figures.host, graph=_rounded(launch), forward=_table(rest))
+    host = replace(figures.host, graph=_round(launch), forward=_table(rest))
     if host.asynchronous:  # passes were captured graphs
         return host
     # Passes of prompts are computed in Python, one attention for each text: what they take besides is counted there.
@@ -492,14 +492,14 @@ def _hardware(
         base = {ranks: one.links[way][0] for ranks, one in several.items()}
         reached = {ranks: one.links[way][1] / most for ranks, one in several.items()}
         algorithm = Algorithm(KINDS[way], _table(base), Figure.constant(0.0), _table(reached))
-        links[way] = Interconnect(_rounded(most), (algorithm,))
+        links[way] = Interconnect(_round(most), (algorithm,))
 
     def share(one: RankFigures) -> RankShare:
         products = {rows: rate / flops for rows, rate in one.flops.items()}
         return RankShare(Shares(_table(products), _table({1: one.bandwidth / bandwidth})), one.host)
 
     first = share(figures[min(figures)])
-    peaks = {calibration.plans[1].dtype: _rounded(flops)}
+    peaks = {calibration.plans[1].dtype: _round(flops)}
     note = f"measured at the shapes of {calibration.shapes.name}"
     memory = psutil.virtual_memory().total
     devices = 1
@@ -508,13 +508,13 @@ def _hardware(
         memory = torch.cuda.get_device_properties(0).total_memory
         devices = torch.cuda.device_count()
         sharing = {}
-    device = Device(_rounded(memory), _rounded(bandwidth), peaks, first.shares)
+    device = Device(_round(memory), _round(bandwidth), peaks, first.shares)
     return Hardware(name, devices, device, first.host, links, sharing=sharing, note=note)
 
 
 def _table(values: Mapping[int, float]) -> Figure:
-    return Figure(tuple((float(size), _rounded(value)) for size, value in sorted(values.items())))
+    return Figure(tuple((float(size), _round(value)) for size, value in sorted(values.items())))
 
 
-def _rounded(value: float) -> float:
+def _round(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")

@@ -62,7 +62,7 @@ def open_candidates(
         if is_variant(text):
             found.append(_variant(text, first, layers))
         elif is_program(text):
-            found.append(_fixed(text, first.model, Program.parse(text)))
+            found.append(_fixed_candidate(text, first.model, Program.parse(text)))
         elif not (is_recipe(text) or "/" in text or text == DEMO or on_disk(text)):
             missing = f"there is no model folder {text}, nor a variant of a model;"
             raise FileNotFoundError(f"{missing} {did_you_mean(text, variant_names())}")
@@ -78,17 +78,17 @@ def _open(what: str | Path | Model | EditedModel, weights: bool, program: Progra
         given = f"{path} is a recipe and" if path is not None else f"{what!r}"
         raise ValueError(f"{given} has a program of its own; give a program with a model")
     if isinstance(what, EditedModel):
-        return replace(_fixed(what.model.label, what.model, what.program), recipe=what.recipe)
+        return replace(_fixed_candidate(what.model.label, what.model, what.program), recipe=what.recipe)
     if path is not None:
         recipe = read_recipe(path)
         model = open_model(recipe.model, weights)
-        return replace(_fixed(path.stem, model, model.program_of(recipe)), recipe=recipe)
+        return replace(_fixed_candidate(path.stem, model, model.program_of(recipe)), recipe=recipe)
     model = what if isinstance(what, Model) else open_model(what, weights)
     parsed = Program.parse(program) if isinstance(program, str) else program
-    return _fixed(model.label, model, model.program if parsed is None else parsed)
+    return _fixed_candidate(model.label, model, model.program if parsed is None else parsed)
 
 
-def _fixed(name: str, model: Model, program: Program) -> Candidate:
+def _fixed_candidate(name: str, model: Model, program: Program) -> Candidate:
     if model.files is None:
         _ = model.shapes  # a configuration of impossible sizes is refused now
     return Candidate(name, model, lambda _: program)

@@ -129,11 +129,11 @@ class DraftPrices:
 
     def verifying(self, tokens: int) -> float:
         """Seconds of a pass of the model over so many tokens of each text."""
-        if tokens not in self._verifying:
+        if tokens not in self._verification_times:
             ranks = PredictedRanks(self.shapes, self.model.plan, self.hardware, self.deployment)
             load = replace(self.workload, batch=self.workload.batch * tokens)
-            self._verifying[tokens] = mean_decode(ranks, load).seconds
-        return self._verifying[tokens]
+            self._verification_times[tokens] = mean_decode(ranks, load).seconds
+        return self._verification_times[tokens]
 
     def at(self, acceptance: float, draft: float, prompts: float = 0.0) -> DraftedPrediction:
         """Price drafting at an acceptance."""
@@ -145,7 +145,7 @@ class DraftPrices:
         return DraftedPrediction(self.model, acceptance, ahead, draft, self.verifying(ahead + 1), per_token)
 
     @cached_property
-    def _verifying(self) -> dict[int, float]:
+    def _verification_times(self) -> dict[int, float]:
         return {}
 
 

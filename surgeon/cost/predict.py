@@ -171,7 +171,7 @@ class PassCosts(Costs):
         work, like = self.ranks.work[rank][next(self._next[rank])]
         assert work.step is step, f"the executor is at {step}, the rank's work at {work.step}"
         if like not in self._known:
-            self._known[like] = self._timed(work)
+            self._known[like] = self._time_step(work)
         items, sent = self._known[like]
         if rank == 0:
             self.layers += sent
@@ -220,7 +220,7 @@ class PassCosts(Costs):
     def alone(self, work: Work) -> float:
         """Seconds of a step, among ranks that do the same."""
         clock = RankClock()
-        for item in self._timed(work)[0]:
+        for item in self._time_step(work)[0]:
             if isinstance(item, Burst):
                 clock.spend(item)
             else:
@@ -234,7 +234,7 @@ class PassCosts(Costs):
         if self.connected and len(clocks) > 1:
             meet(clocks, self._exact(operation, size, tuple(range(len(clocks))), self.vocabulary))
 
-    def _timed(self, work: Work) -> Timed:
+    def _time_step(self, work: Work) -> Timed:
         """A step's kernels as one burst between every two exchanges."""
         found: list[Burst | Transfer] = []
         sent = Counts()

@@ -209,7 +209,7 @@ class RankWork:
             items += self._mixture(maps, forward)
         else:
             items += self._feed_forward(maps)
-        if work.whole and self._normed(sublayer):
+        if work.whole and self._has_norm(sublayer):
             items.append(self.numbers.copy("norm", 2 * stream))
         if adds:
             return items
@@ -263,9 +263,9 @@ class RankWork:
     def _feed_forward(self, maps: _Maps) -> Iterable[Item]:
         spec = self.plan.family.spec("F", maps.sublayer.layers[0])
         roles = [one.role for one in spec.projections if one.reads_stream]
-        yield from self._gated(maps, roles, "down")
+        yield from self._gated_work(maps, roles, "down")
 
-    def _gated(self, maps: _Maps, roles: list[str], writing: str) -> Iterable[Item]:
+    def _gated_work(self, maps: _Maps, roles: list[str], writing: str) -> Iterable[Item]:
         width = self.shapes.matrix(maps.sublayer, roles[0]).shape[0]
         yield from maps.reading(roles, frozenset())
         yield self.numbers.copy("activation", maps.tokens * width * (len(roles) + 1))
@@ -293,7 +293,7 @@ class RankWork:
             load = divided_load(size.experts, chosen, maps.tokens, len(part.sharers))
         yield from self._experts(of, here, load, maps.tokens * chosen, forward)
         if "shared_gate" in self.shapes.layer_shapes.of(part.sublayer).matrices:
-            yield from self._gated(maps, ["shared_gate", "shared_up"], "shared_down")
+            yield from self._gated_work(maps, ["shared_gate", "shared_up"], "shared_down")
             yield self.numbers.copy("add", 3 * maps.tokens * plan.hidden)
 
     def _experts(self, of: Sublayer, here: int, load: ExpertLoad, pairs: int, forward: Forward) -> Iterable[Item]:
@@ -354,9 +354,9 @@ class RankWork:
         return summed_in_rank_space(step, self.plan.hidden, self._all_normed(step), self.plan.mixtures)
 
     def _all_normed(self, step: Step) -> bool:
-        return all(map(self._normed, step.sublayers))
+        return all(map(self._has_norm, step.sublayers))
 
-    def _normed(self, sublayer: Sublayer) -> bool:
+    def _has_norm(self, sublayer: Sublayer) -> bool:
         return self.plan.family.spec(sublayer.kind, sublayer.layers[0]).norms_output
 
 
@@ -377,28 +377,28 @@ class _Maps:
     @property
     def is_slice(self) -> bool:
         """Tell whether other ranks have other heads or neurons of the sublayer."""
-        return self._members > 1 and not self._based
+        return self._members > 1 and not self._is_base
 
     @property
-    def _based(self) -> bool:
+    def _is_base(self) -> bool:
         return self.sublayer != self.of.sublayer
 
     def reading(self, roles: list[str], later: frozenset[str]) -> Iterable[Item]:
         """Projections of the normed stream; the second factors of `later` are left out."""
         factored = [role for role in roles if self.sublayer.rank(role) is not None]
-        if self._based:
+        if self._is_base:
             for role in roles:
-                yield from self._gathered([role], later) if role in later else self._summed(role)
+                yield from self._gathered_work([role], later) if role in later else self._summed_work(role)
         elif factored and self._members > 1 and self.rank_work.gathers(self.of):
-            yield from self._gathered(roles, later)
+            yield from self._gathered_work(roles, later)
         else:
             widths = [self.sublayer.rank(role) or self._shape(role)[0] for role in roles]
             yield self.product(" ".join(roles), sum(widths), self._shape(roles[0])[1])
             yield from self._seconds(factored, later)
             if factored:
-                yield self._joined(roles)
+                yield self._joint_kernel(roles)
 
-    def _gathered(self, roles: list[str], later: frozenset[str]) -> Iterable[Item]:
+    def _gathered_work(self, roles: list[str], later: frozenset[str]) -> Iterable[Item]:
         """Yield first factors shared out, their outputs gathered."""
         ranks = {role: rank for role in roles if (rank := self.sublayer.rank(role)) is not None}
         width = -(-sum(ranks.values()) // self._members)
@@ -408,13 +408,13 @@ class _Maps:
         yield self.rank_work.numbers.copy("gathered", 2 * self.tokens * self._members * width)
         yield from self._seconds(list(ranks), later)
         if len(roles) > 1:
-            yield self._joined(roles)
+            yield self._joint_kernel(roles)
 
-    def _joined(self, roles: list[str]) -> Kernel:
+    def _joint_kernel(self, roles: list[str]) -> Kernel:
         outputs = sum(self._shape(role)[0] for role in roles)
         return self.rank_work.numbers.copy("join", 2 * self.tokens * outputs)
 
-    def _summed(self, role: str) -> Iterable[Item]:
+    def _summed_work(self, role: str) -> Iterable[Item]:
         """The paper's Base: both factors shared out by rank columns, their product summed."""
         outputs, inputs = self._shape(role)
         share = self._share(role)
@@ -433,10 +433,10 @@ class _Maps:
         if rank is None:
             yield self.product(role, outputs, inputs)
             return
-        first = self._share(role) if self._based else rank
+        first = self._share(role) if self._is_base else rank
         yield self.product(f"{role} first", first, inputs)
         summed_first = not self.work.whole and self._members > 1
-        if self._based or not (summed_first and self.of.index in self.rank_work.in_rank_space(self.work.step)):
+        if self._is_base or not (summed_first and self.of.index in self.rank_work.in_rank_space(self.work.step)):
             yield self.product(f"{role} second", outputs, first)
 
     def _share(self, role: str) -> int:

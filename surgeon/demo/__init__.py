@@ -35,7 +35,7 @@ def demo_data() -> list[str]:
     Raises:
         FileNotFoundError: if this Python ships no standard-library sources.
     """
-    return _mixed(library_text(held_out=True))
+    return _mix(library_text(held_out=True))
 
 
 def demo_training_data() -> list[str]:
@@ -44,8 +44,8 @@ def demo_training_data() -> list[str]:
     Raises:
         FileNotFoundError: if this Python ships no standard-library sources.
     """
-    return _mixed(library_text(held_out=False))
+    return _mix(library_text(held_out=False))
 
 
-def _mixed(texts: list[str]) -> list[str]:
+def _mix(texts: list[str]) -> list[str]:
     return sorted(texts, key=lambda text: hashlib.sha256(text.encode()).digest())

@@ -84,7 +84,7 @@ def export_with_adapter(
         names = {path: [*map(place, _written_names(path, layout, family_of(base.config)))] for path in lora}
         (partial / ADAPTER).mkdir()
         state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-        save_file(_renamed(state, names), partial / ADAPTER / ADAPTER_FILE, metadata={"format": "pt"})
+        save_file(_rename(state, names), partial / ADAPTER / ADAPTER_FILE, metadata={"format": "pt"})
         own = {written: lora[path] for path, all_of_it in names.items() for written in all_of_it}
         # Modules by their whole names: patterns may fit others there.
         written = replace(
@@ -161,7 +161,7 @@ def _written_names(path: str, layout: Layout, family: Family) -> list[str]:
     ]
 
 
-def _renamed(state: dict[str, Tensor], names: Names) -> dict[str, Tensor]:
+def _rename(state: dict[str, Tensor], names: Names) -> dict[str, Tensor]:
     """Name the adapter's tensors by the written model's modules."""
     found = {}
     for name, tensor in state.items():

@@ -252,7 +252,7 @@ class _Versions:
     def both(self, name: str, count: int | None) -> Iterable[Sequence[Tensor]]:
         """Yield rows before rounding and as written, where that makes a difference."""
         if name in self._rounded:
-            return self._compared(name)
+            return self._compare(name)
         return self.written(name, count)
 
     def exact(self, name: str, count: int | None) -> Iterable[Sequence[Tensor]]:
@@ -262,9 +262,9 @@ class _Versions:
     def compare_unread(self) -> None:
         """Compare tensors that the model does not use (buffers of old checkpoints)."""
         for name in [*self._uncompared]:
-            deque(self._compared(name), maxlen=0)
+            deque(self._compare(name), maxlen=0)
 
-    def _compared(self, name: str) -> Iterator[tuple[Tensor, Tensor]]:
+    def _compare(self, name: str) -> Iterator[tuple[Tensor, Tensor]]:
         stored = self._checkpoint[name]
         for path in stored.paths:
             self._wait(path.name)

@@ -86,7 +86,7 @@ def _layer_of(group: Group, edited: EditedLayers, state: Tensors | None) -> nn.M
         sublayers = [group.sublayer(kind, piece) for piece in pieces]
         parts = [_values_of(sublayer, edited, state) for sublayer in sublayers]
         live = [part for part, sublayer in zip(parts, sublayers, strict=True) if _lives(sublayer, edited)]
-        tensors = packed(_joined(parts, live, f"{kind}{group.layers[0]}"), spec, weights.unit_width(kind))
+        tensors = packed(_join(parts, live, f"{kind}{group.layers[0]}"), spec, weights.unit_width(kind))
         for name, module in module_with(tensors, owner, spec, weights.head_dim).named_children():
             made.add_module(name, module)
     return made
@@ -112,7 +112,7 @@ def _lives(sublayer: Sublayer, edited: EditedLayers) -> bool:
     return str(sublayer) in edited._modules
 
 
-def _joined(parts: list[Tensors], live: list[Tensors], name: str) -> Tensors:
+def _join(parts: list[Tensors], live: list[Tensors], name: str) -> Tensors:
     """Join the tensors of slices to those of a whole sublayer."""
     whole = dict(parts[0])
     for key in whole if len(parts) > 1 else ():

@@ -313,15 +313,15 @@ def belongings(found: Surgery, folder: Path, inherited: Inherited) -> dict[str, 
         if called or target:
             licence += f" ({_link(called or 'its text', target) if target else called})"
     return {
-        "behind": left_behind(left_by(found.report), _quoted),
+        "behind": left_behind(left_by(found.report), _quote),
         "base": _base(found.original),
         "licence": licence,
-        "terms": [_quoted(name) for name in sorted(names_in(folder)) if kind_of(name) is FileKind.TERMS],
+        "terms": [_quote(name) for name in sorted(names_in(folder)) if kind_of(name) is FileKind.TERMS],
         "gated": any(key.startswith("extra_gated") for key in metadata),
     }
 
 
-def _quoted(name: str) -> str:
+def _quote(name: str) -> str:
     return f"`{one_line(name).replace('`', chr(39))}`"
 
 

@@ -84,7 +84,7 @@ def inline_svg(figure: Figure, title: str = "", name: str = "", themed: bool = T
             ElementTree.SubElement(mark, "title").text = tip or None
     ids: dict[str, str] = {}
     _, _, width, height = map(float, str(root.get("viewBox")).split())
-    inside = Markup("").join(_written(node, ids, name, themed) for node in root)
+    inside = Markup("").join(_write(node, ids, name, themed) for node in root)
     head = {
         "viewBox": f"0 0 {width:g} {height:g}",
         "fill": "currentColor" if themed else "#000",
@@ -103,23 +103,23 @@ def inline_svg(figure: Figure, title: str = "", name: str = "", themed: bool = T
     return _element("svg", head, inside)
 
 
-def _written(node: Element, ids: dict[str, str], name: str, themed: bool) -> Markup:
+def _write(node: Element, ids: dict[str, str], name: str, themed: bool) -> Markup:
     tag = node.tag.rpartition("}")[2]
     if tag in _LEFT_OUT:
         return Markup("")
-    kept = dict(_kept(node, themed))
+    kept = dict(_short_attributes(node, themed))
     if tag == "path" and node.get("id"):  # a mark, which each `use` refers to, and gives its colours
         kept = {"d": kept["d"]}
         kept["id"] = ids.setdefault(str(node.get("id")), f"{name}-{len(ids)}")
     elif tag == "use":
         kept["href"] = "#" + ids[kept["href"].removeprefix("#")]
-    inside = Markup("").join(_written(child, ids, name, themed) for child in node)
+    inside = Markup("").join(_write(child, ids, name, themed) for child in node)
     if tag in ("g", "defs") and not (inside and (kept or tag == "defs")):
         return inside
     return _element(tag, kept, escape((node.text or "").strip()) + inside)
 
 
-def _kept(node: Element, themed: bool) -> Iterator[tuple[str, str]]:
+def _short_attributes(node: Element, themed: bool) -> Iterator[tuple[str, str]]:
     is_image = node.tag.endswith("}image")
     for key, value in node.items():
         match key.rpartition("}")[2]:
@@ -133,12 +133,12 @@ def _kept(node: Element, themed: bool) -> Iterator[tuple[str, str]]:
             case "transform" if value.startswith("rotate(-0 "):
                 pass
             case name if is_image and name in ("transform", "width", "height"):
-                yield name, _shortened(value, 4)
+                yield name, _shorten(value, 4)
             case name if name not in _UNUSED:
-                yield name, _shortened(value, 2)
+                yield name, _shorten(value, 2)
 
 
-def _shortened(text: str, digits: int) -> str:
+def _shorten(text: str, digits: int) -> str:
     return _PRECISE.sub(lambda found: f"{float(found[0]):.{digits}f}".rstrip("0").rstrip("."), text)
 
 

@@ -76,7 +76,7 @@ class Predictions(RunResult):
                 head = ["program", "batch", "first token", "per token", "tokens/s"]
                 tables.append(Table(f"Times as fast as {speeds['program'].iloc[0]}", head, ratios))
         if "refused" in self.record:
-            tables.append(self._drafting())
+            tables.append(self._drafting_table())
         return "\n\n".join([hanging("", self.heading), *map(str, tables)])
 
     def _cells(self) -> Table:
@@ -102,7 +102,7 @@ class Predictions(RunResult):
         head = ["program", *axes, "first token, ms", "per token, ms", "tokens/s", "speedup", "comm.", "memory"]
         return Table("Every prediction", head, rows, "\n".join(notes), folded=len(rows) > 24)
 
-    def _drafting(self) -> Table:
+    def _drafting_table(self) -> Table:
         asked = ("ranks", "batch", "acceptance", "ahead")
         found = ("draft_ms", "verify_ms", "drafted", "dense", "speedup", "alone_speedup")
         rows = [
@@ -130,7 +130,7 @@ class Predictions(RunResult):
             yield Picture(charts, name="predict")
         if len(self.drafts):
             yield drafts_picture({"": self.drafts})
-            yield self._drafting()
+            yield self._drafting_table()
         yield self._cells()
 
     def summary(self) -> Iterator[Finding]:

@@ -139,7 +139,7 @@ class SearchResult(RunResult):
         if held:
             yield _on_held_out_text(held)
         if self.record.get("healing"):
-            yield _healed(self.record["healing"])
+            yield _healing_table(self.record["healing"])
         if len(self.front):
             yield _front_table(self.front, trials)
         else:
@@ -253,7 +253,7 @@ def _on_held_out_text(held: dict[str, Any]) -> Table:
     return Table(caption, head, rows, note, left=frozenset({5}), marked=marked)
 
 
-def _healed(healing: dict[str, Any]) -> Table:
+def _healing_table(healing: dict[str, Any]) -> Table:
     shown = [(by, when) for by in ("divergence", "perplexity") for when in ("before", "after")]
     rows = [[str(one["trial"]), *(_value(one[when], by) for by, when in shown)] for one in healing["candidates"]]
     head = ["trial", "divergence", "healed", "perplexity", "healed"]

@@ -40,7 +40,7 @@ class ScanTable:
         `changed` counts the layers that run in another way, of which `last` is the last.
         """
         over_stretches = self.table[[HEATMAPS[str(name)].varied is None for name in self.table["operation"]]]
-        return _changing(over_stretches, self.base)
+        return _changes(over_stretches, self.base)
 
     @property
     def num_layers(self) -> int:
@@ -132,7 +132,7 @@ def best_by_depth(scan: ScanTable, operation: str) -> pd.DataFrame:
     return best.sort_values("depth", ascending=False)
 
 
-def _changing(table: pd.DataFrame, base: float) -> pd.DataFrame:
+def _changes(table: pd.DataFrame, base: float) -> pd.DataFrame:
     cells = table.assign(ratio=table["perplexity"] / base)
     spans = zip(cells["operation"], cells["first"], cells["last"], strict=True)
     cells["changed"] = [changed_layers(name, int(first), int(last)) for name, first, last in spans]

@@ -154,7 +154,7 @@ class Program:
 
     def renamed(self, rename: Callable[[Sublayer], Sublayer]) -> Program:
         """Replace sublayers by others."""
-        return Program(_renamed(self.nodes, rename))
+        return Program(_rename(self.nodes, rename))
 
     def whole(self) -> Program:
         """Give all sublayers every expert, KV group and neuron, and a matrix in the place of two factors."""
@@ -231,11 +231,11 @@ def ranks_per_branch(fork: Fork, ranks: int) -> int:
     return ranks // branches
 
 
-def _renamed(nodes: tuple[Node, ...], rename: Callable[[Sublayer], Sublayer]) -> tuple[Node, ...]:
+def _rename(nodes: tuple[Node, ...], rename: Callable[[Sublayer], Sublayer]) -> tuple[Node, ...]:
     renamed: list[Node] = []
     for node in nodes:
         if isinstance(node, Fork):
-            renamed.append(Fork(tuple(_renamed(branch, rename) for branch in node.branches)))
+            renamed.append(Fork(tuple(_rename(branch, rename) for branch in node.branches)))
             continue
         sublayers = tuple(map(rename, node.sublayers))
         renamed.append(node if sublayers == node.sublayers else Step(sublayers, node.late))

@@ -100,7 +100,7 @@ class Journal(ABC):
             try:
                 self.take(json.loads(text))
             except (IndexError, KeyError, TypeError, ValueError) as error:
-                raise self._damaged(number) from error
+                raise self._damage_error(number) from error
 
     def _whole_lines(self, file: BinaryIO) -> list[tuple[int, bytes]]:
         """The lines of the file with their numbers, without empty ones; a last one without an end is cut off."""
@@ -125,7 +125,7 @@ class Journal(ABC):
         try:
             first = json.loads(text)
         except ValueError as error:
-            raise self._damaged(number) from error
+            raise self._damage_error(number) from error
         held = first.get(self.work) if isinstance(first, dict) else None
         if not isinstance(held, dict):
             raise ValueError(f"{self.path} was not written by surgeon {self.work}; use another output folder")
@@ -142,7 +142,7 @@ class Journal(ABC):
                     "or delete this one to begin again"
                 )
 
-    def _damaged(self, number: int) -> ValueError:
+    def _damage_error(self, number: int) -> ValueError:
         return ValueError(f"{self.path} is damaged in line {number}; delete the file to begin again")
 
 

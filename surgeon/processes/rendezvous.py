@@ -165,7 +165,7 @@ class Rendezvous:
                         self._listener.settimeout(max(0.001, deadline - time.monotonic()))
                         connected, _ = self._listener.accept()
                     except TimeoutError:
-                        raise TimeoutError(self._unjoined({rank for rank, _ in missing})) from None
+                        raise TimeoutError(self._describe_missing({rank for rank, _ in missing})) from None
                     if (entrant := self._admit(connected)) is None:
                         continue
                     place = entrant.hello.rank, entrant.hello.purpose
@@ -214,7 +214,7 @@ class Rendezvous:
             return f"{who} runs surgeon {hello.version}, and rank 0 {__version__}; install the same"
         return None
 
-    def _unjoined(self, ranks: set[int]) -> str:
+    def _describe_missing(self, ranks: set[int]) -> str:
         names = f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, sorted(ranks)))}"
         torchrun = self.torchrun
         where = self._listener.getsockname()[0]

@@ -246,7 +246,7 @@ class _Chat:
     def with_calls(self, count: int) -> _Chat:
         """Take the first messages, with tool calls in the form that the template writes."""
         messages = self.messages[:count]
-        with self._rendering(count):
+        with self._explain_template_errors(count):
             return replace(self, messages=with_calls_written(self._write, messages))
 
     def unused(self, count: int) -> Iterator[str]:
@@ -266,7 +266,7 @@ class _Chat:
         return _MARK.search(self.tokenizer.get_chat_template(None, self.tools)) is not None
 
     def marked(self, count: int) -> ConversationTokens:
-        with self._rendering(count):
+        with self._explain_template_errors(count):
             found = self._apply(self.messages[:count], return_dict=True, return_assistant_tokens_mask=True)
         if not any(found["assistant_masks"]):
             return ConversationTokens(left_out={"rows_without_answer": 1})
@@ -295,7 +295,7 @@ class _Chat:
     def text(self, count: int, asks: bool = False) -> str:
         """Write the first messages, with the generation prompt where they ask for an answer."""
         if (count, asks) not in self._texts:
-            with self._rendering(count):
+            with self._explain_template_errors(count):
                 text = self._write(self.messages[:count], add_generation_prompt=asks)
             self._texts[count, asks] = require_utf8(text, self.where)
         return self._texts[count, asks]
@@ -313,7 +313,7 @@ class _Chat:
         return self.tokenizer.apply_chat_template(messages, tools=self.tools, **options)
 
     @contextmanager
-    def _rendering(self, count: int) -> Iterator[None]:
+    def _explain_template_errors(self, count: int) -> Iterator[None]:
         """Name the messages that the template refuses."""
         if not self.tokenizer.chat_template:
             raise ValueError(

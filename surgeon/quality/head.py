@@ -143,10 +143,10 @@ class OutputHead:
             p /= p.sum(-1, keepdim=True)  # it is off by 1e-7 on average, which times the logits biases the divergence
             entropy = -(p * log_p).sum(-1)
             if self.softcap is None:
-                kept[rows] = self._expected(p)
+                kept[rows] = self._expected_rows(p)
             # The cross term of a capped head has the bias in its logits.
             own = self.bias is not None and not self.softcap
-            constant.append(-entropy - self._scaled(p @ self.bias.float()) if own else -entropy)
+            constant.append(-entropy - self._scale(p @ self.bias.float()) if own else -entropy)
         mean = _window_means(nll, len(input_ids))
         own_quality = quality_of_original(mean, sampled)
         normed = None
@@ -179,7 +179,7 @@ class OutputHead:
                 normaliser = nll[rows] + target_logit[rows]
                 shared[rows] = _shared(self.logits(reference.normed[rows]), logits - normaliser[:, None])
         if self.softcap is None:
-            cross = self._scaled((hidden.float() * reference.kept).sum(-1))
+            cross = self._scale((hidden.float() * reference.kept).sum(-1))
         log_normaliser = nll + target_logit
         divergence = reference.constant - cross + log_normaliser
         windows = len(reference.input_ids)
@@ -206,7 +206,7 @@ class OutputHead:
 
     def finished(self, product: Tensor) -> Tensor:
         """Scale and cap the matrix product of normed streams."""
-        logits = self._scaled(product)
+        logits = self._scale(product)
         if self.softcap is None:
             return logits
         return self.softcap * torch.tanh(logits / self.softcap)
@@ -215,14 +215,14 @@ class OutputHead:
         """Turn the gradient for the logits, in place, into that for the matrix product."""
         if self.softcap is not None:
             gradient = gradient * (1 - (logits / self.softcap).square_())
-        return self._scaled(gradient)
+        return self._scale(gradient)
 
-    def _scaled(self, logits: Tensor) -> Tensor:
+    def _scale(self, logits: Tensor) -> Tensor:
         if self.scale is None:
             return logits
         return logits * self.scale
 
-    def _expected(self, p: Tensor) -> Tensor:
+    def _expected_rows(self, p: Tensor) -> Tensor:
         """Average the head's rows by probabilities, in float32; other weights are converted a part at a time."""
         if self.weight.dtype == torch.float32:
             return p @ self.weight

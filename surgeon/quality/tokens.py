@@ -97,7 +97,7 @@ class TextTokens:
         most = _FIRST
         while batch := _take_blocks(rest, most):
             coded = self._code([block.text for block in batch])
-            found = list(map(self._joined, batch, coded))
+            found = list(map(self._join_rows, batch, coded))
             yield found
             most = min(2 * most, _AT_ONCE)  # little is read for little text
         if self._around[1] and self._blocks:
@@ -122,7 +122,7 @@ class TextTokens:
         encodings = coded.encodings or [None] * len(texts)
         return [_Coded(*each) for each in zip(texts, coded["input_ids"], encodings, strict=True)]
 
-    def _joined(self, block: _Block, coded: _Coded) -> Tokens:
+    def _join_rows(self, block: _Block, coded: _Coded) -> Tokens:
         """Tokens that a block adds, up to where the next one begins."""
         before = []
         if self._blocks == 0:

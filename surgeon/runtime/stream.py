@@ -126,7 +126,7 @@ class OpenRequest:
             self._new += 1
             self._newest = time.monotonic()
             self._first = self._first or self._newest
-        text = self._shown(token, reason is not None)
+        text = self._show(token, reason is not None)
         return Event(
             request=self._request.id,
             tokens=() if token is None else (token,),
@@ -141,9 +141,9 @@ class OpenRequest:
 
     def cancelled(self) -> Event:
         """The last event of a request that nothing more will come for."""
-        return Event(self._request.id, (), self._shown(None, True), (), "cancelled", self._usage())
+        return Event(self._request.id, (), self._show(None, True), (), "cancelled", self._usage())
 
-    def _shown(self, token: int | None, last: bool) -> str:
+    def _show(self, token: int | None, last: bool) -> str:
         if self._text is None:
             return ""
         text = ""

@@ -126,12 +126,12 @@ class Mixture:
 
     def operations(self, choice: Iterable[Edit]) -> tuple[AppliedOperation, ...]:
         """The operations of a choice, in the order of a recipe."""
-        return tuple(operation for operation, _ in self._applied(as_choice(choice)))
+        return tuple(operation for operation, _ in self._apply(as_choice(choice)))
 
     def program(self, choice: Iterable[Edit]) -> Program:
         """The program of a choice; ValueError as `operations`."""
         program = self.model.program
-        for _, program in self._applied(as_choice(choice)):  # noqa: B007 - the last one is wanted
+        for _, program in self._apply(as_choice(choice)):  # noqa: B007 - the last one is wanted
             pass
         return program
 
@@ -175,13 +175,13 @@ class Mixture:
     @cached_property
     def attentions_lost(self) -> dict[Edit, int]:
         """Count the layers that lose their attention by each edit."""
-        there = _attending(self.model.program)
-        return {edit: len(there - _attending(self.program((edit,)))) for edit in self.edits}
+        there = _attending_layers(self.model.program)
+        return {edit: len(there - _attending_layers(self.program((edit,)))) for edit in self.edits}
 
     @cached_property
     def most_lost(self) -> int:
         """Number of layers that may lose their attention: one has to keep it."""
-        return len(_attending(self.model.program)) - 1
+        return len(_attending_layers(self.model.program)) - 1
 
     def is_free(self, choice: Sequence[Edit], edit: Edit) -> bool:
         """Tell whether an edit can be added to a choice."""
@@ -271,7 +271,7 @@ class Mixture:
     def _spaces(self) -> dict[str, Space]:
         return {space.name: space for space in self.spaces}
 
-    def _applied(self, choice: Choice) -> Iterator[tuple[AppliedOperation, Program]]:
+    def _apply(self, choice: Choice) -> Iterator[tuple[AppliedOperation, Program]]:
         """The operations, each with the program after it."""
         taken: dict[Claim, Edit] = {}
         for edit in choice:
@@ -287,11 +287,11 @@ class Mixture:
             for operation in space.operations(edits, program, self.model) if edits else ():
                 program = operation.apply(program, self.model.shapes.layer_shapes, self.model.own)
                 yield operation, program
-        if not _attending(program):
+        if not _attending_layers(program):
             raise ValueError(f"{', '.join(map(str, choice))}: no attention is left; a program has to keep one")
 
 
-def _attending(program: Program) -> set[int]:
+def _attending_layers(program: Program) -> set[int]:
     return {layer for one in program.sublayers() if one.kind == ATTENTION for layer in one.layers}
 
 

@@ -83,7 +83,7 @@ class Pricing:
         found = []
         for name, hardware in self.hardware.items():
             room = predict(
-                self.model.shapes, self.model.program, hardware, self.workload, self._deployed(hardware)
+                self.model.shapes, self.model.program, hardware, self.workload, self._deploy(hardware)
             ).memory
             if not room.fits:
                 ranks = self.deployment.ranks
@@ -156,7 +156,7 @@ class Pricing:
         if on not in self._drafting:
             hardware = self.hardware[on]
             load = self.workload
-            deployed = self._deployed(hardware)
+            deployed = self._deploy(hardware)
             self._drafting[on] = DraftPrices(self.model.shapes, self.model.program, hardware, load, deployed)
         return self._drafting[on]
 
@@ -171,7 +171,7 @@ class Pricing:
         """Predict seconds per token, or with its plan as a draft, of a pass."""
         hardware = self.hardware[on]
         sliced = draft is not None and draft.sliced
-        deployment = self._deployed(hardware)
+        deployment = self._deploy(hardware)
         what = on if draft is None else f"{on}, {'sliced' if sliced else 'not sliced'} as a draft"
 
         def seconds(part: Program) -> float:
@@ -218,7 +218,7 @@ class Pricing:
 
         return self._sum(f"uneven, sliced {sliced}", program, uneven) == 0
 
-    def _deployed(self, hardware: Hardware) -> Deployment:
+    def _deploy(self, hardware: Hardware) -> Deployment:
         return replace(self.deployment, dtype=self.deployment.dtype or hardware.dtype(self.model.shapes.dtype))
 
     def _sum(self, what: str, program: Program, cost: Callable[[Program], float]) -> float:
@@ -295,17 +295,17 @@ def _sent_bytes(shapes: ModelShapes, plan: Plan) -> float:
     """Count the bytes that rank 0 gives to collectives for one token, without those of embedding and head."""
     ranks = RankWork(plan, shapes, lambda _: plan.low_rank != "replicate")
     nodes = Program.parse(plan.program).nodes
-    return plan.dtype_bytes * _sent(ranks, nodes, tuple(range(plan.ranks)), iter(work_of(plan, 0)))
+    return plan.dtype_bytes * _count_sent(ranks, nodes, tuple(range(plan.ranks)), iter(work_of(plan, 0)))
 
 
-def _sent(ranks: RankWork, nodes: tuple[Node, ...], group: Group, work: Iterator[Work]) -> int:
+def _count_sent(ranks: RankWork, nodes: tuple[Node, ...], group: Group, work: Iterator[Work]) -> int:
     """Numbers that rank 0 gives to collectives of a group that runs some nodes."""
     total = 0
     for node in nodes:
         whole = True
         if isinstance(node, Fork):
             branches, inner = assigned_branches(node, 0, group)
-            total += sum(_sent(ranks, branch, inner, work) for branch in branches)
+            total += sum(_count_sent(ranks, branch, inner, work) for branch in branches)
         else:
             mine = next(work)
             whole = mine.whole

@@ -232,17 +232,17 @@ class Proposer:
             return []
         for tighter in (1.0, 1.1, 1.25, 1.5):  # what edits save together need not be the sum of what they save alone
             savings = Savings(self._savings[:, limited], tighter * need[limited])
-            keeping = self._lost, self.mixture.most_lost
+            keeping = self._lost_attentions, self.mixture.most_lost
             best = best_choices(damage, savings, self.mixture.exclusions, count, keeping, beam)
             found = [as_choice(self.mixture.edits[number] for number in one) for one in best]
             whole = found[:_COMPLETED] + [choice for choice in found[_COMPLETED:] if self.meets(choice, goal)]
-            completed = [self._completed(choice, goal, damage) for choice in whole]
-            fitting = dict.fromkeys(self._trimmed(choice, goal, damage) for choice in completed if choice is not None)
+            completed = [self._complete(choice, goal, damage) for choice in whole]
+            fitting = dict.fromkeys(self._trim(choice, goal, damage) for choice in completed if choice is not None)
             if fitting:
                 return self._by_damage(fitting, damage)
         return []
 
-    def _completed(self, choice: Choice, goal: Goal, damage: Damage) -> Choice | None:
+    def _complete(self, choice: Choice, goal: Goal, damage: Damage) -> Choice | None:
         """The choice with the edits that save what it lacks at the least damage; None if none do."""
         need = np.array(self._dense) - np.array(goal.most)
         scale = np.where(need > 0, need, np.abs(goal.most))
@@ -263,7 +263,7 @@ class Proposer:
             choice = as_choice((*choice, self.mixture.edits[best]))
         return None
 
-    def _trimmed(self, choice: Choice, goal: Goal, damage: Damage) -> Choice:
+    def _trim(self, choice: Choice, goal: Goal, damage: Damage) -> Choice:
         """The choice without edits that the goal does not need, the most damaging ones given up first."""
         if not self.meets(choice, goal):
             return choice
@@ -305,7 +305,7 @@ class Proposer:
     def _are_free(self, numbers: Sequence[int]) -> Flags:
         """(edits,): which can be added to a choice, as by `Mixture.is_free`."""
         excluded = self.mixture.exclusions[numbers].any(axis=0)
-        keeping = self._lost[numbers].sum() + self._lost <= self.mixture.most_lost
+        keeping = self._lost_attentions[numbers].sum() + self._lost_attentions <= self.mixture.most_lost
         return np.asarray(~excluded & keeping)
 
     def _by_damage(self, choices: Iterable[Choice], damage: Damage) -> list[Choice]:
@@ -336,13 +336,13 @@ class Proposer:
     def promising(self, promise: Promise) -> Proposer:
         """Keep the goals for which something is promised, by the time of a token in parts of that without drafts."""
         best = {goal: few[0] for goal, few in self._additive.items() if few}
-        kept = (goal for goal in self.goals if goal in best and self._promised(best[goal], promise) < 1)
+        kept = (goal for goal in self.goals if goal in best and self._predict_damage(best[goal], promise) < 1)
         return replace(self, goals=tuple(kept))
 
     def in_order(self, proposals: Iterable[Proposal], promise: Promise) -> list[Proposal]:
-        return sorted(proposals, key=lambda one: self._promised(one.choice, promise))
+        return sorted(proposals, key=lambda one: self._predict_damage(one.choice, promise))
 
-    def _promised(self, choice: Choice, promise: Promise) -> float:
+    def _predict_damage(self, choice: Choice, promise: Promise) -> float:
         program = self.program(choice)
         assert program is not None
         return promise(program, self.terms.damage.of(self._numbers(choice)))
@@ -383,7 +383,7 @@ class Proposer:
         return {edit: number for number, edit in enumerate(self.mixture.edits)}
 
     @cached_property
-    def _lost(self) -> Counts:
+    def _lost_attentions(self) -> Counts:
         """(edits,): how many layers lose their attention."""
         return np.array([self.mixture.attentions_lost[edit] for edit in self.mixture.edits], dtype=np.int64)
 

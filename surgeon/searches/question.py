@@ -314,7 +314,7 @@ class PricedQuestion:
     @cached_property
     def goals(self) -> tuple[Goal, ...]:
         """One for the budget, or one for each level of each cost in `along`, the dearest first."""
-        most = tuple(limit.most(self.pricing.dense[limit.aspect]) for limit in self._kept)
+        most = tuple(limit.most(self.pricing.dense[limit.aspect]) for limit in self._kept_limits)
         if not self.along:
             return (Goal(most),)
         return tuple(
@@ -335,11 +335,11 @@ class PricedQuestion:
     @property
     def prices(self) -> Prices:
         """Costs of programs, in the order of the goals' limits."""
-        aspects = [*(limit.aspect for limit in self._kept), *self.along]
+        aspects = [*(limit.aspect for limit in self._kept_limits), *self.along]
         return lambda program: tuple(self.pricing.price(aspect, program) for aspect in aspects)
 
     @property
-    def _kept(self) -> list[Limit]:
+    def _kept_limits(self) -> list[Limit]:
         between = self.along if self.settings.is_between_limits else ()
         return [limit for limit in self.settings.limits if limit.aspect.is_priced and limit.aspect not in between]
 
@@ -357,7 +357,7 @@ class PricedQuestion:
         if not self.along or not self.settings.of_quality:
             return evenly(goals, trials, total)
         good = {trial.level for trial in trials if not any(self.lacks_of_quality(trial.measured))}
-        limited = [limit for limit in self.settings.limits if limit.aspect.is_priced and limit not in self._kept]
+        limited = [limit for limit in self.settings.limits if limit.aspect.is_priced and limit not in self._kept_limits]
         most = [limit.most(self.pricing.dense[limit.aspect]) for limit in limited[:1]]
         wanted = [place for place, goal in enumerate(goals) if goal.level in most]
         half = (total + len(trials) % 2) // 2 if wanted else 0

@@ -76,7 +76,7 @@ def trials_table(question: PricedQuestion, trials: Sequence[Trial]) -> pd.DataFr
             "source": trial.source,
             "level": math.nan if level is None else level,
             "edits": trial.edits,
-            **{str(aspect): aspect.natural(question.price(aspect, trial)) for aspect in _priced(question)},
+            **{str(aspect): aspect.natural(question.price(aspect, trial)) for aspect in _priced_aspects(question)},
             **_quality(trial.measured),
             "tokens": trial.measured.tokens,
             "whole": trial.measured.whole,
@@ -92,7 +92,7 @@ def terms_table(question: PricedQuestion, terms: Terms) -> pd.DataFrame:
     """One row per edit: its divergence, its mean correlation, and its savings (of a speedup, in parts of the time)."""
     mixture = question.mixture
     pricing = question.pricing
-    dense = {aspect: pricing.price(aspect, mixture.model.program) for aspect in _priced(question)}
+    dense = {aspect: pricing.price(aspect, mixture.model.program) for aspect in _priced_aspects(question)}
     rows = []
     for place, (edit, program) in enumerate(zip(mixture.edits, mixture.single_edits, strict=True)):
         others = np.delete(terms.correlation[place], place)
@@ -174,7 +174,7 @@ def quality_table(curves: Sequence[QualityCurve]) -> pd.DataFrame:
     return pd.DataFrame()
 
 
-def _priced(question: PricedQuestion) -> list[Aspect]:
+def _priced_aspects(question: PricedQuestion) -> list[Aspect]:
     return list(dict.fromkeys([DEPTH, *question.pricing.aspects]))
 
 

@@ -139,11 +139,11 @@ def _open_server(url: URL) -> StudyStorage:
             f"the driver of PostgreSQL ({driver}) is not installed; pip install 'surgeon[postgres]'"
         ) from error
     except (exc.SQLAlchemyError, StorageInternalError) as error:
-        raise _explained(error, url, place) from None  # what it was raised from may quote the address
+        raise _explain(error, url, place) from None  # what it was raised from may quote the address
     return StudyStorage(backend, place)
 
 
-def _explained(error: BaseException, url: URL, place: str) -> OSError:
+def _explain(error: BaseException, url: URL, place: str) -> OSError:
     """Explain a server's refusal in one line, without a password."""
     link: BaseException | None = error
     while link is not None and not isinstance(link, exc.DBAPIError):
@@ -316,7 +316,7 @@ def run_trials(
             study.optimize(measure, callbacks=[after], catch=(NotTried,))
             states_then = [one.state for one in counted(study)]
         _tell_new(study, told, tell)
-        if not _running(study):
+        if not _running_trials(study):
             return
         time.sleep(SECONDS_BETWEEN_LOOKS)
 
@@ -328,7 +328,7 @@ def _tell_new(study: optuna.Study, told: set[int], tell: Callable[[FrozenTrial],
             tell(one)
 
 
-def _running(study: optuna.Study) -> list[FrozenTrial]:
+def _running_trials(study: optuna.Study) -> list[FrozenTrial]:
     """List trials that workers run; a notebook's are left to it."""
     return [one for one in counted(study) if one.state == TrialState.RUNNING and WORKER in one.user_attrs]
 
@@ -366,7 +366,7 @@ def _fail_lost(study: optuna.Study, me: list[Any]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
         optuna.storages.fail_stale_trials(study)
-    for trial in _running(study):
+    for trial in _running_trials(study):
         worker = trial.user_attrs[WORKER]
         if worker == me or _has_ended(*worker):
             say_aside(f"trial {trial.number} was lost with process {worker[1]} on {worker[0]}; it is tried again")

@@ -218,11 +218,11 @@ def measure_terms(evaluator: Evaluator, plan: TermsPlan) -> Terms:
     most = max(runs, key=len)
     ((_, stream),) = evaluator.streams([evaluator.dense], most, tokens)
     reference = head.reference(stream, ids[: len(most), :tokens].to(evaluator.model.device))
-    original = _sampled(head, stream[: len(few)], count)
+    original = _sample_stream(head, stream[: len(few)], count)
     changed: dict[int, Tensor] = {}
     for windows, programs in runs.items():
         for program, after in evaluator.streams(programs, windows, tokens):
-            sample = _sampled(head, after[: len(few)], count)
+            sample = _sample_stream(head, after[: len(few)], count)
             changed |= dict.fromkeys(places[program], sample)
             if np.isnan(divergence[places[program]]).any():
                 divergence[places[program]] = mean_divergence(
@@ -233,7 +233,7 @@ def measure_terms(evaluator: Evaluator, plan: TermsPlan) -> Terms:
     return Terms(plan.completed(divergence), found, tokens, evaluator.sublayers - before)
 
 
-def _sampled(head: OutputHead, stream: Tensor, programs: int) -> Tensor:
+def _sample_stream(head: OutputHead, stream: Tensor, programs: int) -> Tensor:
     """Normed streams at some of the tokens, evenly spread: as many as leave room for those of all programs."""
     hidden = head.predicting(stream)
     room = _SAMPLE_BYTES // (4 * hidden.shape[1] * max(1, programs))

@@ -88,7 +88,7 @@ class CompletionFormat(Format):
         self.echo = echo
 
     def _choice(self, index: int, answer: Reply) -> dict[str, Any]:
-        text = self._echoed(answer) + answer.text
+        text = self._echo(answer) + answer.text
         logprobs = self._logprobs(answer, answer.logprobs, answer.offsets, self.echo)
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": answer.finish_reason}
 
@@ -97,11 +97,11 @@ class CompletionFormat(Format):
             return []  # the prompt is shown as a whole, once all of it has been scored
         begins = not answer.begun
         answer.begun = True
-        text = self._echoed(answer) + event.text if begins else event.text
+        text = self._echo(answer) + event.text if begins else event.text
         logprobs = self._logprobs(answer, event.logprobs, event.offsets, self.echo and begins)
         return [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": event.finish_reason}]
 
-    def _echoed(self, answer: Reply) -> str:
+    def _echo(self, answer: Reply) -> str:
         prompt = answer.prompt
         if not self.echo:
             return ""
@@ -121,7 +121,7 @@ class CompletionFormat(Format):
             logprobs["token_logprobs"] += [None, *(_finite(one.logprob) for one in answer.prompt_logprobs)]
             logprobs["top_logprobs"] += [None, *map(self._top, answer.prompt_logprobs)]
             logprobs["text_offset"] += answer.prompt.offsets
-            answer.shift = len(self._echoed(answer))
+            answer.shift = len(self._echo(answer))
         for one, offset in zip(found, offsets, strict=False):  # a last event without a token has neither
             logprobs["tokens"].append(self.texts.piece(one.token))
             logprobs["token_logprobs"].append(_finite(one.logprob))

@@ -93,7 +93,7 @@ class Texts:
             raise invalid("this model has no chat template (it is no chat model); use /v1/completions", "messages")
         if not messages:
             raise invalid("messages is empty; give at least one message", "messages")
-        variables = self._checked(variables or {})
+        variables = self._check(variables or {})
         plain = [_plain(message, f"messages.{number}") for number, message in enumerate(messages)]
         try:
             text = chat_text(self.tokenizer, plain, variables=variables)
@@ -101,7 +101,7 @@ class Texts:
             raise invalid(str(error), "messages") from error
         return Prompt(self._encode(text, "messages", most, special=False))
 
-    def _checked(self, variables: dict[str, Any]) -> dict[str, Any]:
+    def _check(self, variables: dict[str, Any]) -> dict[str, Any]:
         for name in variables:
             if name in self._reserved:
                 raise invalid(f"{FIELD} must not have {name}, which the server sets; leave it out", FIELD)

@@ -119,7 +119,7 @@ class FamilyContract:
 
     @pytest.mark.parametrize("name", EDITS)
     def test_edits_equal_their_equations(self, model: PreTrainedModel, ids: Tensor, name: str) -> None:
-        edited = _edited(restore(model), name)
+        edited = _edit(restore(model), name)
         found = logits_of(edited, ids)
         own = Sublayers(restore(edited), ids)
         plain = self.plain(model)
@@ -187,7 +187,7 @@ class FamilyContract:
 
     @pytest.mark.parametrize("name", EDITS)
     def test_cached_generation_equals_uncached(self, model: PreTrainedModel, ids: Tensor, name: str) -> None:
-        running: Any = _edited(model, name)
+        running: Any = _edit(model, name)
         arguments = {
             "attention_mask": torch.ones_like(ids),
             "max_new_tokens": 8,
@@ -221,7 +221,7 @@ class FamilyContract:
         growth = family_of(model.config).attention.head_stage(Growth)
         if growth is not None and growth.unturned:
             pytest.skip("queries of stock classes grow by places in the text, padding counted")
-        _edited(model, name)
+        _edit(model, name)
         pad = torch.zeros(2, 3, dtype=torch.long)
         mask = torch.cat([pad, torch.ones_like(ids)], 1)
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
@@ -232,7 +232,7 @@ class FamilyContract:
     def test_per_layer_entries_of_the_config_follow_their_layers(self, model: PreTrainedModel, name: str) -> None:
         before = model.config.to_dict()
         order = order_of_attentions(model, name)
-        _edited(model, name)
+        _edit(model, name)
         for key in family_of(model.config).entries.lists:
             if before.get(key) is not None:
                 assert getattr(model.config, key) == [before[key][k] for k in order]
@@ -244,7 +244,7 @@ class FamilyContract:
         stock = logits_of(model, ids)
         config = model.config.to_dict()
         weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        restore(_edited(model, name))
+        restore(_edit(model, name))
         assert model.config.to_dict() == config
         assert program_of(model) == _dense(model)
         after = model.state_dict()
@@ -283,7 +283,7 @@ class FamilyContract:
         """In surgeon, and in `transformers` without it; layers that differ in the config are not merged."""
         model.save_pretrained(tmp_path / "source")
         lists = [getattr(model.config, key, None) for key in family_of(model.config).entries.lists]
-        expected = logits_of(_edited(model, name), ids)
+        expected = logits_of(_edit(model, name), ids)
         if name == "merge" and any(entries is not None and entries[1] != entries[2] for entries in lists):
             with pytest.raises(ValueError, match="layers 1 and 2 differ in the config's"):
                 _export(tmp_path, program_of(model), "plain")
@@ -320,7 +320,7 @@ class FamilyContract:
         self, model: PreTrainedModel, ids: Tensor, name: str, tmp_path: Path
     ) -> None:
         model.save_pretrained(tmp_path / "source")
-        expected = logits_of(_edited(model, name), ids)
+        expected = logits_of(_edit(model, name), ids)
         model_type = model.config.model_type
         if model_type not in CONFIG_MAPPING_NAMES:
             with pytest.raises(
@@ -349,7 +349,7 @@ def _can_be_sliced(model: PreTrainedModel) -> bool:
     return not attention.norms_output and not attention.joins_heads and attention.kept is None
 
 
-def _edited(model: PreTrainedModel, name: str) -> PreTrainedModel:
+def _edit(model: PreTrainedModel, name: str) -> PreTrainedModel:
     program = EDITS[name][0](_dense(model))
     family = family_of(model.config)
     for sublayer in program.sublayers():

@@ -73,7 +73,7 @@ class OperationContract:
     ) -> None:
         """The program can be read again, is the same every time, and differs in the stretch alone."""
         dense = Program.dense(LAYERS, steps_per_layer)
-        made = {layers: _made(partial(operation.apply, dense, layers, self.shapes, **given)) for layers in STRETCHES}
+        made = {layers: _make(partial(operation.apply, dense, layers, self.shapes, **given)) for layers in STRETCHES}
         applied = {layers: program for layers, program in made.items() if program is not None}
         for layers, program in applied.items():
             assert Program.parse(str(program)) == program
@@ -130,7 +130,7 @@ class OperationContract:
             for (first, end), column in product(combinations(range(LAYERS + 1), 2), columns):
                 layers = range(first, end)
                 more = seeded | column
-                program = _made(partial(heatmap, dense, layers, self.shapes, **more))
+                program = _make(partial(heatmap, dense, layers, self.shapes, **more))
                 assert program is not None or steps_per_layer == 1, f"{name} has to apply to layers of two steps"
                 if program is None:
                     continue
@@ -151,7 +151,7 @@ class OperationContract:
             assert not {declared.argument, declared.ranks} - {None} - set(operation.parameters.model_fields)
             name = shown if declared.argument is None else f"{shown.partition(':')[0]}:2"
             start = f"{name} of layers {show_range(layers)}: "
-            program = _made(partial(variant, name, dense, layers, RANKS), start)
+            program = _make(partial(variant, name, dense, layers, RANKS), start)
             assert program is not None or steps_per_layer == 1, f"{name} has to apply to layers of two steps"
             if program is not None:
                 assert Program.parse(str(program)) == program
@@ -193,7 +193,7 @@ def _recipe(applied: str) -> str:
     return f"surgeon: 1\nmodel: demo\noperations:\n  - {applied}\n"
 
 
-def _made(make: Callable[[], Program], start: str = "") -> Program | None:
+def _make(make: Callable[[], Program], start: str = "") -> Program | None:
     """The program, or None if it is refused, in one line with a certain start."""
     try:
         return make()

@@ -121,14 +121,14 @@ class Sublayers:
         output = self.layers[k].get_submodule(spec.module)(*positional, **named)
         if isinstance(output, tuple):
             output = output[0]
-        return self._scaled(self._through(k, spec.modules[1:], output))
+        return self._scale(self._through(k, spec.modules[1:], output))
 
     @torch.no_grad()
     def feed_forward(self, k: int, x: Tensor) -> Tensor:
         spec: SublayerSpec = self.family.spec("F", k)
-        return self._scaled(self._through(k, spec.stages, x))
+        return self._scale(self._through(k, spec.stages, x))
 
-    def _scaled(self, output: Tensor) -> Tensor:
+    def _scale(self, output: Tensor) -> Tensor:
         scale = self.family.scales.output(self.model.config)
         if scale is None:
             return output

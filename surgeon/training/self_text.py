@@ -159,7 +159,7 @@ class SelfText(TextSource):
         self.written = {"texts": 0, "conversations": 0, "tokens": 0}
         with _KeptTexts(self.folder / TEXTS_FILE, self.follows()) as kept:
             for ids in kept.texts:
-                yield [self._counted(ids)]
+                yield [self._count(ids)]
             side_by_side = _SIDE_BY_SIDE[self.device]
             with beside_torchrun():
                 ranks = RankOptions(1, self.device)
@@ -177,9 +177,9 @@ class SelfText(TextSource):
                     kept.append(*lines)
                     for line in lines:
                         kept.take(line)
-                        yield [self._counted(kept.texts[-1])]
+                        yield [self._count(kept.texts[-1])]
 
-    def _counted(self, ids: NDArray[np.int32]) -> Tokens:
+    def _count(self, ids: NDArray[np.int32]) -> Tokens:
         self.written["conversations"] += self._is_conversation(self.written["texts"])
         self.written["texts"] += 1
         self.written["tokens"] += len(ids)

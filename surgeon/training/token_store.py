@@ -83,12 +83,12 @@ class Packer:
         self.window = window
         self.documents = documents_of(documents)
         self.pad = pad
-        self._open = [_nothing()] if documents != "whole" else []  # windows, as their marked tokens (`_marked`)
+        self._open = [_nothing()] if documents != "whole" else []  # windows, as their marked tokens (`_mark`)
         self._document = _nothing()  # a whole one, as far as it has come
         self._begins = True  # a document, with the next token
 
     def add(self, tokens: Tokens) -> Iterator[Row]:
-        marked = _marked(tokens, self._begins)
+        marked = _mark(tokens, self._begins)
         self._begins = tokens.ends or (self._begins and not len(tokens.ids))
         if self.documents != "whole":
             yield from self._cut(marked)
@@ -106,7 +106,7 @@ class Packer:
         if self.documents == "whole":
             left = self._open
             self._open = []
-            yield from map(self._padded, left)
+            yield from map(self._pad, left)
 
     def _cut(self, marked: NDArray[np.int32]) -> Iterator[Row]:
         (held,) = self._open
@@ -125,16 +125,16 @@ class Packer:
             self._open[index] = np.concatenate([self._open[index], document], axis=1)
         else:
             if len(self._open) == _OPEN:
-                yield self._padded(self._open.pop(room.index(min(room))))
+                yield self._pad(self._open.pop(room.index(min(room))))
             self._open.append(document)
             left = self.window - document.shape[1]
             index = len(self._open) - 1
         if left == 0:
             yield self._row(self._open.pop(index))
 
-    def _padded(self, marked: NDArray[np.int32]) -> Row:
+    def _pad(self, marked: NDArray[np.int32]) -> Row:
         left = self.window - marked.shape[1]
-        padding = _marked(Tokens(np.full(left, self.pad, np.int32), np.zeros(left, np.bool_)), begins=True)
+        padding = _mark(Tokens(np.full(left, self.pad, np.int32), np.zeros(left, np.bool_)), begins=True)
         return self._row(np.concatenate([marked, padding], axis=1))
 
     def _row(self, marked: NDArray[np.int32]) -> Row:
@@ -160,7 +160,7 @@ def split_documents(rows: datasets.Dataset) -> Iterator[Tokens]:
                 yield Tokens(ids, answer)
 
 
-def _marked(tokens: Tokens, begins: bool) -> NDArray[np.int32]:
+def _mark(tokens: Tokens, begins: bool) -> NDArray[np.int32]:
     """(3, tokens): ids, 1 at the first token of a document, 1 at answers."""
     found = np.zeros((3, len(tokens.ids)), np.int32)
     found[0], found[2] = tokens.ids, 1 if tokens.answer is None else tokens.answer

@@ -134,17 +134,17 @@ class GpuCollectives(Collectives):
         return GpuCollectives(self.ranks, group, nccl.all_reduce, nccl, self.side)
 
     def _all_reduce(self, tensor: Tensor, _: bool) -> Callable[[], Tensor]:
-        return self._sent(tensor, self.sum)
+        return self._send(tensor, self.sum)
 
     def _all_gather(self, tensor: Tensor, _: bool) -> Callable[[], Tensor]:
-        return self._sent(tensor.contiguous(), self._gathered)
+        return self._send(tensor.contiguous(), self._gather)
 
-    def _gathered(self, tensor: Tensor) -> Tensor:
+    def _gather(self, tensor: Tensor) -> Tensor:
         every = tensor.new_empty(len(self.group), *tensor.shape)
         self.nccl.all_gather(every, tensor)
         return every
 
-    def _sent(self, tensor: Tensor, send: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:
+    def _send(self, tensor: Tensor, send: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:
         if self.side is None:
             result = send(tensor)
             return lambda: result
@@ -153,9 +153,9 @@ class GpuCollectives(Collectives):
             # In memory of the side's, which is used again by the side only: by then it has waited for the readers.
             result = send(tensor)
             done = self.side.record_event()
-        return partial(_arrived, result, done, tensor)
+        return partial(_arrive, result, done, tensor)
 
 
-def _arrived(result: Tensor, done: torch.cuda.Event, operand: Tensor) -> Tensor:  # noqa: ARG001 - kept until then
+def _arrive(result: Tensor, done: torch.cuda.Event, operand: Tensor) -> Tensor:  # noqa: ARG001 - kept until then
     torch.cuda.current_stream().wait_event(done)
     return result

@@ -46,7 +46,7 @@ def test_the_whole_way(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
 @pytest.mark.parametrize("command", [command for _, command in demo.NEXT])
 def test_what_to_try_next_can_be_typed(command: str) -> None:
     name, *arguments = shlex.split(command)
-    assert app._built(app.app).commands[name].make_context(name, arguments)
+    assert app._build_app(app.app).commands[name].make_context(name, arguments)
     assert len(f"  surgeon {command}") <= WIDTH
 
 

@@ -243,7 +243,7 @@ def test_programs_without_attention_are_none(
     """No trials, no points of a front and no winners, also where a study of an earlier version has some."""
     asked = ("--space", "drop", "--budget", "syncs<=2", "--trials", "8", "--holdout", "0")
     with monkeypatch.context() as earlier:
-        earlier.setattr(mixture, "_attending", lambda _: {0, 1, 2, 3})
+        earlier.setattr(mixture, "_attending_layers", lambda _: {0, 1, 2, 3})
         assert search(tiny_checkpoint, tiny_text, tmp_path / "earlier", *asked) == 0
     trials = tmp_path / "earlier" / "trials.csv"
     assert not pd.read_csv(trials)["program"].str.contains("A").all()

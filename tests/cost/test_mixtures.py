@@ -145,13 +145,13 @@ def test_experts_that_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     runtime.load(open_weights(tmp_path, runtime.plan.family, runtime.plan.head_dim))
     (made,) = runtime.sublayers.values()
     assert isinstance(made, MixtureOfExperts)
-    compute: Callable[..., Tensor] = Experts._made
+    compute: Callable[..., Tensor] = Experts._compute_experts
 
     def noting(self: Experts, x: Tensor, which: Any) -> Tensor:
         read.append(which.start)
         return compute(self, x, which)
 
-    monkeypatch.setattr(Experts, "_made", noting)
+    monkeypatch.setattr(Experts, "_compute_experts", noting)
     generator, passes = torch.Generator().manual_seed(0), 60
     with torch.inference_mode():
         for _ in range(passes):

@@ -164,7 +164,7 @@ SAID = {
 def test_a_server_that_refuses_is_explained(said: str, message: str) -> None:
     url = make_url("postgresql+psycopg://me:secret@host:5433/db")
     place = "postgresql://me:***@host:5433/db"
-    found = study_module._explained(OperationalError("", None, Exception(said)), url, place)
+    found = study_module._explain(OperationalError("", None, Exception(said)), url, place)
     with pytest.raises(OSError, match=message):
         raise found
     assert "secret" not in str(found)
@@ -173,7 +173,7 @@ def test_a_server_that_refuses_is_explained(said: str, message: str) -> None:
 
 def test_a_user_without_rights_is_told() -> None:
     error = ProgrammingError("CREATE TABLE", None, Exception("permission denied for schema public\nLINE 2: CREATE"))
-    found = study_module._explained(error, make_url("postgresql+psycopg://me@host/db"), "postgresql://me@host/db")
+    found = study_module._explain(error, make_url("postgresql+psycopg://me@host/db"), "postgresql://me@host/db")
     assert "does not let 'me' make tables (permission denied for schema public)" in str(found)
 
 

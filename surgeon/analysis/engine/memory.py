@@ -41,7 +41,7 @@ def windows_at_once(
             return working_bytes(model, plan, tokens)
         return streaming_bytes(model, streamed, plan, tokens)
 
-    return _fitting(model, ids, needed, memory, batch)
+    return _largest_batch(model, ids, needed, memory, batch)
 
 
 def windows_in_a_walk(
@@ -49,7 +49,7 @@ def windows_in_a_walk(
 ) -> int:
     """Choose how many windows to run together in a walk through the unedited model; errors as `windows_at_once`."""
     beside += cache_bytes(model)
-    return _fitting(model, ids, lambda tokens: beside + _computing_bytes(model, streams, tokens), memory)
+    return _largest_batch(model, ids, lambda tokens: beside + _computing_bytes(model, streams, tokens), memory)
 
 
 def lanes_for(device: torch.device, window: int, windows: int) -> int:
@@ -59,7 +59,7 @@ def lanes_for(device: torch.device, window: int, windows: int) -> int:
     return max(1, min(torch.get_num_threads(), windows, window * windows // LEAST_TOKENS))
 
 
-def _fitting(
+def _largest_batch(
     model: PreTrainedModel, ids: Tensor, needed: Callable[[int], int], memory: int | None, batch: int | None = None
 ) -> int:
     """The most windows, of those that run fast together, that fit into memory; `needed` bytes for so many tokens."""

@@ -105,13 +105,13 @@ def plan_factors(recipe: Recipe, model: Model) -> FactorPlan:
     by_rank: dict[tuple[str, tuple[int, ...], str], Making] = {}
     calibration: Calibration | None = None
     has_factors = False
-    units: dict[tuple[str, int], UnitSource | Criterion] = dict.fromkeys(_narrowed(program), Untold())
+    units: dict[tuple[str, int], UnitSource | Criterion] = dict.fromkeys(_narrow_sublayers(program), Untold())
     for operation, program in recipe.steps(model.program, model.family.layer_shapes(model.config), model.own):
         making = Making(operation.parameters.get("method", "plain"), operation.parameters.get("alpha", ALPHA))
         ranked = ((one.kind, one.layers, role) for one in program.sublayers() for role, _ in one.ranks)
         new = {key for key in ranked if key not in by_rank}
         by_rank |= dict.fromkeys(new, making)
-        chosen = {part: _choice(part[0], operation.parameters) for part in _narrowed(program) - units.keys()}
+        chosen = {part: _choice(part[0], operation.parameters) for part in _narrow_sublayers(program) - units.keys()}
         units |= chosen
         if any(kind == FEED_FORWARD and by == Untold() for (kind, _), by in chosen.items()):
             warnings.warn(
@@ -140,7 +140,7 @@ def plan_factors(recipe: Recipe, model: Model) -> FactorPlan:
     return FactorPlan(program, makings, calibration or Calibration(), told, importance)
 
 
-def _narrowed(program: Program) -> set[tuple[str, int]]:
+def _narrow_sublayers(program: Program) -> set[tuple[str, int]]:
     return {one.parts[0] for one in program.sublayers() if one.width is not None}
 
 

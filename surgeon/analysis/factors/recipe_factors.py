@@ -70,13 +70,13 @@ def with_factors(
     # The recipe names the text that was used; a file goes by its bare name, not by where it lies here.
     data = Path(used["data"])
     named = {**used, "data": data.name if data.is_absolute() else str(data)}
-    entries = (_calibrated(entry, named) for entry in recipe.operations)
+    entries = (_with_calibration(entry, named) for entry in recipe.operations)
     published = replace(recipe, operations=tuple(entries))
     identity = plan.to_json() | {"calibration": windows.digest}
     return replace(edited, recipe=published, factors=source, factors_identity=identity)
 
 
-def _calibrated(entry: AppliedOperation, text: Mapping[str, Any]) -> AppliedOperation:
+def _with_calibration(entry: AppliedOperation, text: Mapping[str, Any]) -> AppliedOperation:
     """An entry of a recipe with the text that was used, if it goes by one."""
     parameters = entry.parameters
     by = chosen_by(parameters) if entry.name == "width" else None

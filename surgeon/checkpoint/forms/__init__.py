@@ -82,14 +82,14 @@ def lay_out(
             copying = copying or replace(layout, reason=f"{layout.reason}; {copies}")
             refusals.setdefault(f"{copies} there; ask for it if other software is to load it", []).append(one.name)
         else:
-            return replace(layout, reason="; ".join(filter(None, [layout.reason, copies, *_explained(refusals)])))
+            return replace(layout, reason="; ".join(filter(None, [layout.reason, copies, *_explain(refusals)])))
     if copying is not None:
         return copying
     if form == "auto":
         what = "any form"
     else:
         what = f"the {form} form; leave form out for the most portable form that is exact"
-    raise ValueError(f"this program cannot be written in {what} ({'; '.join(_explained(refusals))})")
+    raise ValueError(f"this program cannot be written in {what} ({'; '.join(_explain(refusals))})")
 
 
 def _copies(layout: Layout) -> str:
@@ -102,5 +102,5 @@ def _copies(layout: Layout) -> str:
     return ""
 
 
-def _explained(refusals: dict[str, list[str]]) -> list[str]:
+def _explain(refusals: dict[str, list[str]]) -> list[str]:
     return [f"not {' or '.join(forms)}, because {reason}" for reason, forms in refusals.items()]

@@ -65,9 +65,9 @@ class FusedPlanner(TensorPlanner):
         }
 
     def plan(self, layers: tuple[StoredLayer, ...]) -> list[PlannedTensor]:
-        planned = self._moved(f"{FUSED_FAMILY.embedding}.weight", self.family.embedding)
+        planned = self._move(f"{FUSED_FAMILY.embedding}.weight", self.family.embedding)
         if self.family.positions.embedding is not None:
-            planned += self._moved(f"{POSITIONS}.weight", self.family.positions.embedding)
+            planned += self._move(f"{POSITIONS}.weight", self.family.positions.embedding)
         for index, layer in enumerate(layers):
             for kind, sublayers in ((ATTENTION, layer.attention), (FEED_FORWARD, layer.feed_forward)):
                 for sublayer in sublayers:  # whose tensors none may be left behind
@@ -83,17 +83,17 @@ class FusedPlanner(TensorPlanner):
                     name = f"{FUSED_FAMILY.layers}.{index}.{path}"
                     planned += self.planned(name, compute)
         for part in self.family.norms.parts:
-            planned += self._moved(f"{FUSED_FAMILY.final_norm}.{part}", self.family.final_norm, part)
+            planned += self._move(f"{FUSED_FAMILY.final_norm}.{part}", self.family.final_norm, part)
         return planned + self._head()
 
     def _head(self) -> list[PlannedTensor]:
         tied = self.config.tie_word_embeddings
         planned = list[PlannedTensor]()
-        planned += [] if tied else self._moved(f"{FUSED_FAMILY.head}.weight", self.family.head)
-        planned += self._moved(f"{FUSED_FAMILY.head}.bias", self.family.head, "bias") if self.family.head_bias else []
+        planned += [] if tied else self._move(f"{FUSED_FAMILY.head}.weight", self.family.head)
+        planned += self._move(f"{FUSED_FAMILY.head}.bias", self.family.head, "bias") if self.family.head_bias else []
         return planned
 
-    def _moved(self, name: str, path: str, part: str = "weight") -> list[PlannedTensor]:
+    def _move(self, name: str, path: str, part: str = "weight") -> list[PlannedTensor]:
         whole = f"{path}.{part}"
         if whole not in self.weights:
             stored = self.weights.names.of(whole)
@@ -138,9 +138,11 @@ class FusedPlanner(TensorPlanner):
             return self._in_turn(matrices, sublayers, dim=0)
         offset = int(self.family.norms.unit_offset)
         gains = [offset + self._norm_part(sublayer, "weight", weights).float() for sublayer in sublayers]
-        return self._folded(matrices, gains, sublayers)
+        return self._fold_gains(matrices, gains, sublayers)
 
-    def _folded(self, matrices: list[Tensor], gains: list[Tensor], sublayers: tuple[Sublayer, ...]) -> Iterator[Tensor]:
+    def _fold_gains(
+        self, matrices: list[Tensor], gains: list[Tensor], sublayers: tuple[Sublayer, ...]
+    ) -> Iterator[Tensor]:
         """Yield rows of all matrices, a block of each in turn, multiplied with a gain per column."""
         blocks = self._blocks(sublayers)
         for turn in range(blocks):

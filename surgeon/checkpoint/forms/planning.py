@@ -146,14 +146,14 @@ class TensorPlanner:
         embeddings = {path.rpartition(".")[2] for path in self.family.embeddings}
         first = [name for name in outside if embeddings & set(name.split("."))]
         last = [name for name in outside if name not in first]
-        planned = [tensor for name in first for tensor in self._copied(name)]
+        planned = [tensor for name in first for tensor in self._copy(name)]
         for index, layer in enumerate(layers):
             computed = dict(chain.from_iterable(map(self._sublayer_tensors, layer.sublayers)))  # one norm may be both's
             for path, compute in computed.items():
                 planned += self.planned(f"{self.prefix}{index}.{path}", compute)
-        return planned + [tensor for name in last for tensor in self._copied(name)]
+        return planned + [tensor for name in last for tensor in self._copy(name)]
 
-    def _copied(self, name: str) -> list[PlannedTensor]:
+    def _copy(self, name: str) -> list[PlannedTensor]:
         """Plan a tensor outside the layers; tied embeddings are the embedding, as most software looks for."""
         embedding = f"{self.family.embedding}.weight"
         names = self.weights.names
@@ -184,7 +184,7 @@ class TensorPlanner:
         """Return the path of a tensor of kept experts, counted from 0; None if its expert is dropped."""
         assert sublayer.experts is not None
         for stem in filter(None, (one.stored for one in self.weights.spec(sublayer).projections)):
-            before, after = self._stored(sublayer, f"{stem.replace('{}', '0')}.weight").split(".0.")
+            before, after = self._source_path(sublayer, f"{stem.replace('{}', '0')}.weight").split(".0.")
             expert = path.removeprefix(f"{before}.").partition(".")[0]
             if path.startswith(f"{before}.") and expert.isdecimal() and path.endswith(f".{after}"):
                 kept = int(expert) in sublayer.experts
@@ -193,7 +193,7 @@ class TensorPlanner:
                 return None
         return path
 
-    def _stored(self, sublayer: Sublayer, path: str) -> str:
+    def _source_path(self, sublayer: Sublayer, path: str) -> str:
         """Return a path from the layer as the source has it."""
         names = self.weights.names
         prefix = f"{self.family.layers}.{sublayer.layers[0]}."
@@ -298,7 +298,7 @@ class TensorPlanner:
             return set()
         router = (path for name, path in spec.mixture.whole.items() if not name.startswith("shared"))
         stacked = (path for one in spec.projections if one.stacked for path in (one.weight, one.bias))
-        return {self._stored(sublayer, path) for path in (*router, *stacked)}
+        return {self._source_path(sublayer, path) for path in (*router, *stacked)}
 
 
 class ModulePlanner(TensorPlanner):
@@ -318,10 +318,10 @@ class ModulePlanner(TensorPlanner):
         apart = taken_apart(spec, lambda role: sublayer.rank(role) is not None)
         for packed_here in modules_of(spec).values():
             if packed_here[0] not in apart:
-                yield from self._quantised(sublayer, packed_here) or self._module(sublayer, packed_here)
+                yield from self._quantised_tensors(sublayer, packed_here) or self._module(sublayer, packed_here)
         yield from self.apart(sublayer, apart)
 
-    def _quantised(self, sublayer: Sublayer, projections: list[Projection]) -> list[tuple[str, Compute]]:
+    def _quantised_tensors(self, sublayer: Sublayer, projections: list[Projection]) -> list[tuple[str, Compute]]:
         """Return a quantised parameter that stays as it is stored; empty if there is none."""
         like = projections[0]
         layer, *others = sublayer.layers
@@ -338,7 +338,7 @@ class ModulePlanner(TensorPlanner):
         each = self.weights.each_expert(sublayer) if like.stacked else None
         has_bias = self.weights.bias(each[0] if each else sublayer, like.role) is not None
         for path in (like.weight, like.bias) if has_bias else (like.weight,):
-            yield path, _each(each, sublayer, partial(_packed, self.weights.spec(sublayer), projections, path))
+            yield path, _each(each, sublayer, partial(_pack, self.weights.spec(sublayer), projections, path))
 
 
 class _Outlines:
@@ -390,7 +390,7 @@ def _each(
     return lambda weights: (compute(expert, weights)[None] for expert in experts)
 
 
-def _packed(
+def _pack(
     spec: SublayerSpec, projections: list[Projection], path: str, sublayer: Sublayer, weights: ModelWeights
 ) -> Tensor:
     """Return a module's parameter that some projections are packed in; of a mixture, one expert's part of it."""

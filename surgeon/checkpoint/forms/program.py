@@ -46,7 +46,9 @@ class ProgramForm(Form):
                 f"{family.name}"
             )
         groups = _groups(program)
-        layers = tuple(StoredLayer(*((_held(one, kind, family),) for kind in KINDS)) for one in groups.groups)
+        layers = tuple(
+            StoredLayer(*((_stored_sublayer(one, kind, family),) for kind in KINDS)) for one in groups.groups
+        )
         require_divisible(program.sublayers(), family, config)
         renumbered = program.renamed(lambda sublayer: sublayer.stored_in(groups.place(sublayer)))
         why_plugin = needs_plugin(renumbered, family, config, len(layers))
@@ -241,7 +243,7 @@ def _shares(family: Family, config: Any, path: str) -> list[int]:
     return [width // math.gcd(*widths) for width in widths]
 
 
-def _held(group: Group, kind: str, family: Family) -> Sublayer:
+def _stored_sublayer(group: Group, kind: str, family: Family) -> Sublayer:
     """Return a stored layer's sublayer of a kind; beside an average that runs alone a mixture of its first layer."""
     held = group.sublayer(kind)
     alone = family.mixture is not None and kind not in group.used  # of mixtures there are no averages

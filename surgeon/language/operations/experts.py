@@ -66,7 +66,9 @@ def experts(
             "a number of experts is drawn by a seed, and what is listed is not drawn; give the numbers of those that "
             "stay, as in [0, 3], or how many of them and a seed"
         )
-    kept = {layer: _kept(place, layer, layers, shapes, keep, drop, seed) for place, layer in enumerate(layers)}
+    kept = {
+        layer: _choose_experts(place, layer, layers, shapes, keep, drop, seed) for place, layer in enumerate(layers)
+    }
     if not any(kept.values()):
         raise ValueError(f"none of the layers {show_range(layers)} is a mixture of experts")
 
@@ -87,7 +89,7 @@ def experts(
     return program.renamed(fewer)
 
 
-def _kept(
+def _choose_experts(
     place: int,
     layer: int,
     layers: range,

@@ -109,12 +109,12 @@ def lowrank(
         alike = [layer for layer in layers if shapes.others.get(layer, shapes) == own]
         lacked = shapes.matrices.keys() - own.matrices.keys()  # by layers that differ
         if ranks is not None:
-            return _given(layers, alike, left, ranks, lacked)
+            return _assign_ranks(layers, alike, left, ranks, lacked)
         if weights is None:
             named = None
         else:
             named = [role for role in weights if role not in lacked]
-        return _kept(layers, left, named, keep or 0.0)
+        return _choose_ranks(layers, left, named, keep or 0.0)
 
     for_whole = chosen("", None)
     inside = frozenset(layers)
@@ -126,7 +126,7 @@ def lowrank(
         width = sublayer.width
         other = next((layer for layer in sublayer.layers if layer in shapes.others), None)
         usual = width is None and other is None
-        return _truncated(sublayer, layers, for_whole if usual else chosen(kind, width, other))
+        return _truncate(sublayer, layers, for_whole if usual else chosen(kind, width, other))
 
     return program.renamed(truncate)
 
@@ -148,7 +148,7 @@ def saves(rank: int, out_features: int, in_features: int) -> bool:
     return rank * (out_features + in_features) < out_features * in_features
 
 
-def _kept(layers: range, shapes: LayerShapes, weights: Sequence[str] | None, keep: float) -> dict[int, Ranks]:
+def _choose_ranks(layers: range, shapes: LayerShapes, weights: Sequence[str] | None, keep: float) -> dict[int, Ranks]:
     if not 0 < keep <= 1:
         raise ValueError(f"keep must be more than 0 and at most 1, not {keep:g}")
     found: Ranks = {}
@@ -162,7 +162,7 @@ def _kept(layers: range, shapes: LayerShapes, weights: Sequence[str] | None, kee
     return dict.fromkeys(layers, found)
 
 
-def _given(
+def _assign_ranks(
     layers: range,
     alike: Sequence[int],
     shapes: LayerShapes,
@@ -215,7 +215,7 @@ def _warn_whole(role: str, layers: range, factors: str, shapes: LayerShapes) -> 
     )
 
 
-def _truncated(sublayer: Sublayer, layers: range, chosen: Mapping[int, Ranks]) -> Sublayer:
+def _truncate(sublayer: Sublayer, layers: range, chosen: Mapping[int, Ranks]) -> Sublayer:
     inside = [layer for layer in sublayer.layers if layer in layers]
     if len(inside) < len(sublayer.layers):
         raise ValueError(f"layers {show_range(layers)} cut through {sublayer}; take in all of its layers, or none")

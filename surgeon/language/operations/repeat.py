@@ -27,10 +27,10 @@ def repeat(program: Program, layers: range, times: int = 2) -> Program:
     if not 2 <= times <= MOST_TIMES:
         raise ValueError(f"times must be at least 2 and at most {MOST_TIMES}, not {times}; 2 runs the layers twice")
     require_present(program, layers)
-    return Program(_repeated(program.nodes, layers, times))
+    return Program(_repeat_runs(program.nodes, layers, times))
 
 
-def _repeated(nodes: tuple[Node, ...], layers: range, times: int) -> tuple[Node, ...]:
+def _repeat_runs(nodes: tuple[Node, ...], layers: range, times: int) -> tuple[Node, ...]:
     """The nodes of a program or a branch, with every run that has all they have of these layers as often as that."""
     wanted = Program(nodes).layers.intersection(layers)
     beside = tuple(_with_branches(node, layers, times) for node in nodes)
@@ -53,5 +53,5 @@ def _with_branches(node: Node, layers: range, times: int) -> Node:
     if there.isdisjoint(layers) or there.issubset(layers):
         return node
     if isinstance(node, Fork):
-        return Fork(tuple(_repeated(branch, layers, times) for branch in node.branches))
+        return Fork(tuple(_repeat_runs(branch, layers, times) for branch in node.branches))
     raise ValueError(f"layers {show_range(layers)} cut through {node}; take in all of its layers, or none")

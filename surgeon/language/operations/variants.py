@@ -24,7 +24,7 @@ def variant_names() -> tuple[str, ...]:
 
 def is_variant(name: str) -> bool:
     """True for the name of a variant (`tracks:4` for tracks that meet every 4 layers)."""
-    return name in (DENSE, *RUN_OTHERWISE) or _declared(name) is not None
+    return name in (DENSE, *RUN_OTHERWISE) or _find_declared(name) is not None
 
 
 def middle_layers(num_layers: int) -> range:
@@ -54,13 +54,13 @@ def variant(name: str, dense: Program, layers: range, ranks: int) -> Program:
     """
     if name == DENSE:
         return dense
-    declared = _declared(name)
+    declared = _find_declared(name)
     if declared is None:
         raise ValueError(f"there is no program {name!r} to build; {did_you_mean(name, variant_names())}")
     if declared.ranks is not None and ranks < 2:
         raise ValueError(f"{name} has a slice of the layers for each rank; use 2 ranks or more")
     try:
-        return _built(name, declared, dense, layers, ranks)
+        return _build(name, declared, dense, layers, ranks)
     except ValueError as error:
         raise ValueError(f"{name} of layers {show_range(layers)}: {error}") from error
 
@@ -80,16 +80,16 @@ def variant_of(
     return partial(variant, name, Program.dense(num_layers, steps_per_layer), stretch)
 
 
-def _built(name: str, declared: Variant, dense: Program, layers: range, ranks: int) -> Program:
+def _build(name: str, declared: Variant, dense: Program, layers: range, ranks: int) -> Program:
     if declared.over is not None:
-        dense = _built(declared.over, VARIANTS[declared.over], dense, layers, ranks)
+        dense = _build(declared.over, VARIANTS[declared.over], dense, layers, ranks)
     given = {**declared.parameters, **_number_in(name, declared)}
     if declared.ranks is not None:
         given[declared.ranks] = ranks
     return declared.function(dense, layers, **given)
 
 
-def _declared(name: str) -> Variant | None:
+def _find_declared(name: str) -> Variant | None:
     for shown, declared in VARIANTS.items():
         if name == shown or (declared.argument is not None and name.startswith(_before_number(shown))):
             return declared

@@ -106,7 +106,7 @@ def width(
         count = None if set(layers).isdisjoint(sublayer.layers) else widths.get(sublayer.kind)
         if count in (None, shapes.units.get(sublayer.kind)) or sublayer.kind not in shapes.of(sublayer).units:
             return sublayer
-        return _narrowed(sublayer, count, layers, shapes)
+        return _narrow(sublayer, count, layers, shapes)
 
     return program.renamed(narrow)
 
@@ -147,7 +147,7 @@ def count_of(kept: float | int | list[int] | None, kind: str, units: int) -> int
     return max(1, floor(kept * units + 0.5))
 
 
-def _narrowed(sublayer: Sublayer, count: int | None, layers: range, shapes: LayerShapes) -> Sublayer:
+def _narrow(sublayer: Sublayer, count: int | None, layers: range, shapes: LayerShapes) -> Sublayer:
     if sublayer.width is not None:
         raise ValueError(
             f"layers {show_range(layers)} overlap with what an earlier operation changed: {sublayer} is narrow already"

@@ -27,18 +27,18 @@ def changed_within(program: Program, layers: range, steps_per_layer: int, change
         None where no list of nodes has these layers whole, in order, and one after the other.
     """
     wanted = tuple(node for layer in layers for node in layer_nodes(layer, steps_per_layer))
-    nodes = _changed(program.nodes, wanted, change)
+    nodes = _change(program.nodes, wanted, change)
     if nodes is None:
         return None
     return Program(nodes)
 
 
-def _changed(nodes: tuple[Node, ...], wanted: tuple[Node, ...], change: Change) -> tuple[Node, ...] | None:
+def _change(nodes: tuple[Node, ...], wanted: tuple[Node, ...], change: Change) -> tuple[Node, ...] | None:
     if any(nodes[start : start + len(wanted)] == wanted for start in range(len(nodes) - len(wanted) + 1)):
         return change(Program(nodes)).nodes
     for place, fork in enumerate(nodes):
         for number, branch in enumerate(fork.branches if isinstance(fork, Fork) else ()):
-            found = _changed(branch, wanted, change)
+            found = _change(branch, wanted, change)
             if found is not None:
                 assert isinstance(fork, Fork)
                 return _with_branch(nodes, place, fork, number, found)

@@ -34,7 +34,7 @@ class Factor:
         return factor
 
 
-def _unvaried(family: Family, _: Any) -> Family:
+def _same_family(family: Family, _: Any) -> Family:
     return family
 
 
@@ -233,7 +233,7 @@ class Family:
     heads_fill_stream: bool = False
     arguments: tuple[str, ...] = ()
     returns_tuple: bool = False
-    variant: Callable[[Family, Any], Family] = _unvaried
+    variant: Callable[[Family, Any], Family] = _same_family
     off_ranks: str | None = None
     unsupported: Callable[[Any], str | None] = _none
     unfusable: Callable[[Any], str | None] = _none

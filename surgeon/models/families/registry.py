@@ -12,7 +12,7 @@ from surgeon.models.families.base import Family
 _NOT_OF_ONE_ARCHITECTURE = ("base", "fused", "mixtures", "positions", "registry", "specs")
 
 
-def _described() -> Iterator[Family]:
+def _describe_families() -> Iterator[Family]:
     package = __name__.rpartition(".")[0]
     for module in iter_modules([str(Path(__file__).parent)]):
         if module.name not in _NOT_OF_ONE_ARCHITECTURE:
@@ -20,4 +20,4 @@ def _described() -> Iterator[Family]:
             yield from (found for found in described if isinstance(found, Family))
 
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in _described()}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in _describe_families()}

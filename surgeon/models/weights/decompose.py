@@ -203,7 +203,7 @@ def decompose(matrix: Tensor, weighing: Tensor | None = None) -> Decomposition:
         reached = int((values > _ROUNDING * values[0]).sum()) if len(values) else 0
     left = left[:, :reached]
     if left.shape[1] < full_rank:
-        left = _completed(matrix.double(), left)
+        left = _complete_basis(matrix.double(), left)
     padded = np.zeros(full_rank)
     padded[: len(values)] = values.cpu().numpy()
     return Decomposition(padded, left[:, :full_rank], reached)
@@ -256,7 +256,7 @@ def _blocks(matrix: Tensor) -> Iterator[tuple[slice, Tensor]]:
         yield rows, matrix[rows].double()
 
 
-def _completed(matrix: Tensor, left: Tensor) -> Tensor:
+def _complete_basis(matrix: Tensor, left: Tensor) -> Tensor:
     """Add orthonormal columns for the part of the matrix that the given ones do not span."""
     rest = matrix - left @ (left.T @ matrix)
     more, values = _left_singular(rest)

@@ -73,7 +73,7 @@ class Names:
         if not path.startswith(head):
             name = path.removeprefix(self._left_out)
             if self.family.stored_names and name not in self.store:
-                return self._renamed(name)
+                return self._stored_name(name)
             return name
         renamed = f"{stored}.{path.removeprefix(head)}"
         if stored is None or renamed not in self.store:
@@ -108,7 +108,7 @@ class Names:
                 found[inside] = name
         return found
 
-    def _renamed(self, name: str) -> str:
+    def _stored_name(self, name: str) -> str:
         """Return the name that files have for a layer's tensor, if they have it under another one."""
         number, _, inside = name.removeprefix(f"{self.family.layers}.").partition(".")
         for own, stored in self.family.stored_names:

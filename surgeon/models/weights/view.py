@@ -83,7 +83,7 @@ class ModelWeights(StoredWeights):
             raise ValueError(f"{sublayer} has one {role} for each of its experts; name one of them (F4!e0)")
         rank = sublayer.rank(role)
         if rank is None or (len(sublayer.layers) == 1 and rank == self.stored_rank(sublayer, role)):
-            kept = self._kept(sublayer, projection)
+            kept = self._kept_features(sublayer, projection)
             (expert,) = sublayer.experts if projection.stacked and sublayer.experts else (0,)
             parts = tuple(
                 self.layer_matrix(layer, sublayer.kind, projection, kept, expert) for layer in sublayer.layers
@@ -128,7 +128,7 @@ class ModelWeights(StoredWeights):
         stacked = expert if len(self.shape(paths[0])) == 2 else None
         if not projection.reads_stream:
             return mean((self.one_of(path, stacked) for path in paths), dtype)
-        kept = self._kept(sublayer, projection)
+        kept = self._kept_features(sublayer, projection)
         places = (self.places(layer, sublayer.kind, projection)[kept] for layer in sublayer.layers)
         found = (
             read_features(self.store, self.names.of(path), at, 0) if stacked is None else self.one_of(path, stacked)[at]
@@ -157,7 +157,7 @@ class ModelWeights(StoredWeights):
         if is_whole or not packed or (what == "bias" and not packed[0].reads_stream):
             return self.tensor(whole)
         # Heads and neurons lie in the same order, whichever of them there are, also where projections are packed.
-        kept = [self.places(layer, sublayer.kind, one)[self._kept(sublayer, one)] for one in packed]
+        kept = [self.places(layer, sublayer.kind, one)[self._kept_features(sublayer, one)] for one in packed]
         dim = packed[0].divided_dim if what == "weight" and module == packed[0].path else 0
         return read_features(self.store, self.names.of(whole), torch.cat(kept).sort().values, dim)
 
@@ -179,7 +179,7 @@ class ModelWeights(StoredWeights):
                 role = spec.feature_norms[path]
                 gain = f"{what}.weight"
                 by_head = spec.head_norm.gains == "each"
-                kept = self._heads(sublayer, role) if by_head else self._kept(sublayer, spec.projection(role))
+                kept = self._heads(sublayer, role) if by_head else self._kept_features(sublayer, spec.projection(role))
                 found[gain] = found[gain][kept]
         return found
 
@@ -293,7 +293,7 @@ class ModelWeights(StoredWeights):
         first, end = unit_bounds(self.units(sublayer)[projection.unit], sublayer.piece)
         return first * width, end * width
 
-    def _kept(self, sublayer: Sublayer, projection: Projection) -> Kept:
+    def _kept_features(self, sublayer: Sublayer, projection: Projection) -> Kept:
         """Index a sublayer's features of a projection, among all of its layer, ascending."""
         inside = slice(*self._bounds(sublayer, projection))
         units = self.stored_units(sublayer.kind, sublayer.layers[0])
@@ -306,7 +306,7 @@ class ModelWeights(StoredWeights):
         """Number the heads of queries, or keys, that an attention, or a slice, has of its layer."""
         projection = self.spec(attention).projection(role)
         heads = self.stored_units(attention.kind, attention.layers[0])[projection.unit]
-        features = torch.arange(heads * self.head_dim)[self._kept(attention, projection)]
+        features = torch.arange(heads * self.head_dim)[self._kept_features(attention, projection)]
         return features[:: self.head_dim] // self.head_dim
 
     def kept_units(self, sublayer: Sublayer) -> Tensor:

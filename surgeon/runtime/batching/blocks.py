@@ -275,9 +275,9 @@ class BlockPool:
 
     def lacking(self, own: SequenceBlocks, end: int, whole: int = 0) -> int:
         """Count the blocks that a sequence lacks for its tokens up to `end`."""
-        return sum(max(0, length) for length in self._missing(own, end, whole))
+        return sum(max(0, length) for length in self._missing_blocks(own, end, whole))
 
-    def _missing(self, own: SequenceBlocks, end: int, whole: int) -> list[int]:
+    def _missing_blocks(self, own: SequenceBlocks, end: int, whole: int) -> list[int]:
         ends = [max(end, whole) if window is None else end for window in self.windows]
         return [self.blocks_for(end) - table.length for end, table in zip(ends, own.tables, strict=True)]
 
@@ -295,7 +295,7 @@ class BlockPool:
 
     def grow(self, own: SequenceBlocks, end: int, whole: int = 0) -> None:
         """Give a sequence the blocks that it is `lacking`; there must be as many free."""
-        for table, new in zip(own.tables, self._missing(own, end, whole), strict=True):
+        for table, new in zip(own.tables, self._missing_blocks(own, end, whole), strict=True):
             self._extend(table, max(0, new))
 
     def _extend(self, table: BlockTable, new: int) -> None:

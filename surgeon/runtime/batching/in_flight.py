@@ -37,7 +37,7 @@ class InFlight(Scheduler):
             return -(-self.limits.stretches // max(1, len(self.running)))
         return 1
 
-    def _continued(self) -> list[ScheduledChunk]:
+    def _continue_sequences(self) -> list[ScheduledChunk]:
         """The next texts that lack one token, with blocks for it; those whose next token is known come first."""
         ready = [one for one in self.running if len(one.tokens) - one.computed == 1 and one.unverified < self.window]
         ready.sort(key=lambda sequence: sequence.unverified)

@@ -140,16 +140,16 @@ class Scheduler:
     def plan(self) -> list[ScheduledChunk]:
         """Plan the chunks of the next pass; none only if no request is open."""
         self._begin_anew()
-        chunks = self._drafting(self._continued())
+        chunks = self._add_drafts(self._continue_sequences())
         budget = self.limits.pass_tokens
         for sequence in tuple(self.running):
             if budget and len(sequence.tokens) - sequence.computed > 1 and sequence in self.running:
-                begun = self._begun(sequence, budget, alone=not chunks)
+                begun = self._begin_prompt(sequence, budget, alone=not chunks)
                 if begun is not None:
                     chunks.append(begun)
                     budget -= begun.tokens
         while budget and self._admit(budget):
-            begun = self._begun(self.running[-1], budget, alone=True)
+            begun = self._begin_prompt(self.running[-1], budget, alone=True)
             assert begun is not None, "a request that was let in has room for a token at least"
             chunks.append(begun)
             budget -= begun.tokens
@@ -179,7 +179,7 @@ class Scheduler:
         sequence.drafter_computed = 0
         self.waiting.appendleft(sequence)
 
-    def _continued(self) -> list[ScheduledChunk]:
+    def _continue_sequences(self) -> list[ScheduledChunk]:
         chunks: list[ScheduledChunk] = []
         for sequence in tuple(self.running):
             length = len(sequence.tokens)
@@ -190,7 +190,7 @@ class Scheduler:
             chunks.append(ScheduledChunk(sequence, 1))
         return chunks
 
-    def _begun(self, sequence: Sequence, most: int, alone: bool) -> ScheduledChunk | None:
+    def _begin_prompt(self, sequence: Sequence, most: int, alone: bool) -> ScheduledChunk | None:
         """Plan the next chunk of a prompt, with blocks for it; None where others have to end first."""
         begin = sequence.computed
         length = len(sequence.tokens)
@@ -203,7 +203,7 @@ class Scheduler:
         self.pool.grow(sequence.blocks, end, length)
         return ScheduledChunk(sequence, end - begin)
 
-    def _drafting(self, chunks: list[ScheduledChunk]) -> list[ScheduledChunk]:
+    def _add_drafts(self, chunks: list[ScheduledChunk]) -> list[ScheduledChunk]:
         """Add as many drafts as there is room for, and what drafts have missed; the most come first."""
         if not self.limits.draft_tokens or not chunks:
             return chunks

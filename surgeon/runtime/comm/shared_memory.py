@@ -126,12 +126,12 @@ class SharedMemoryCollectives(Collectives):
 
     def _all_reduce(self, tensor: Tensor, _: bool = False) -> Callable[[], Tensor]:
         results = [self._start(piece, _add) for piece in _pieces(tensor)]
-        return lambda: _joined(results, 0).view(tensor.shape)
+        return lambda: _join_pieces(results, 0).view(tensor.shape)
 
     def _all_gather(self, tensor: Tensor, _: bool = False) -> Callable[[], Tensor]:
         shape = len(self.group), *tensor.shape
         results = [self._start(piece, torch.stack) for piece in _pieces(tensor)]
-        return lambda: _joined(results, 1).view(shape)
+        return lambda: _join_pieces(results, 1).view(shape)
 
     def _start(self, tensor: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> Callable[[], Tensor]:
         """Write this rank's flat part; returns what waits until all have, and combines the parts."""
@@ -213,12 +213,12 @@ class RecordedExchanges(Collectives):
 
     def _all_gather(self, tensor: Tensor, _: bool) -> Callable[[], Tensor]:
         shape = (len(self.group), *tensor.shape)
-        return self._exchanged(tensor, self._collectives._all_gather, "finish_gather", shape)
+        return self._start_exchange(tensor, self._collectives._all_gather, "finish_gather", shape)
 
     def _all_reduce(self, tensor: Tensor, _: bool) -> Callable[[], Tensor]:
-        return self._exchanged(tensor, self._collectives._all_reduce, "finish_sum", tensor.shape)
+        return self._start_exchange(tensor, self._collectives._all_reduce, "finish_sum", tensor.shape)
 
-    def _exchanged(
+    def _start_exchange(
         self,
         tensor: Tensor,
         exchange: Callable[[Tensor], Callable[[], Tensor]],
@@ -266,7 +266,7 @@ def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
     return pieces
 
 
-def _joined(waits: Sequence[Callable[[], Tensor]], dim: int) -> Tensor:
+def _join_pieces(waits: Sequence[Callable[[], Tensor]], dim: int) -> Tensor:
     results = [wait() for wait in waits]
     if len(results) == 1:
         return results[0]

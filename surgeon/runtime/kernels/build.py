@@ -49,7 +49,7 @@ def built() -> Built:
     if compiler is None:
         return Built(None, f"there is no C++ compiler ({os.environ.get('CXX') or ', '.join(COMPILERS)})")
     try:
-        return Built(_loaded(compiler))
+        return Built(_load(compiler))
     except subprocess.SubprocessError as error:
         return Built(None, f"{compiler} did not compile them: {_first_line(error)}")
     except OSError as error:
@@ -63,7 +63,7 @@ def find_compiler() -> str | None:
     return next((path for path in found if path is not None), None)
 
 
-def _loaded(compiler: str) -> CDLL:
+def _load(compiler: str) -> CDLL:
     path = cache_folder("kernels") / f"{_identity(compiler)}.so"
     if path.is_file():
         with suppress(OSError):  # it is no library; whatever it is, a new one takes its place

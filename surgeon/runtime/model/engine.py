@@ -126,7 +126,7 @@ class RankEngine:
     @torch.inference_mode()
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:
         """Compute one pass, which extends the cache."""
-        with self._counted(self._phase(rows), rows):
+        with self._count(self._phase(rows), rows):
             return self._way(rows).step(rows, cache)
 
     def passes_to_record(self, cache: PagedCache, texts: int) -> list[list[Row]]:
@@ -148,7 +148,7 @@ class RankEngine:
         Rows of tokens that the model has computed (`Row.known`) bring the drafter the keys and values that are its own.
         """
         assert self.drafter is not None, "tokens are drafted by a program"
-        with self._counted(self.figures.drafting, rows):
+        with self._count(self.figures.drafting, rows):
             self.drafter.model.peers.counts = self.figures.drafting
             if cache not in self._lent:
                 assert self.plan.draft is not None
@@ -170,7 +170,7 @@ class RankEngine:
         return next(way for way in self.ways if way.fits(rows))
 
     @contextmanager
-    def _counted(self, phase: Phase, rows: Sequence[Row]) -> Iterator[None]:
+    def _count(self, phase: Phase, rows: Sequence[Row]) -> Iterator[None]:
         began = self._since or time.perf_counter()
         program = self.model.program
         begun = program.passes

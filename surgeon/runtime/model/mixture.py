@@ -89,7 +89,7 @@ class MixtureOfExperts:
         """
         x = self.norm(stream)
         routed = self.route(self.router(x), self.routing, self.correction)
-        output = self._weighed(x, routed, waits) if self.weighs_inputs else self.experts(x, routed, waits)
+        output = self._weigh_inputs(x, routed, waits) if self.weighs_inputs else self.experts(x, routed, waits)
         if self.shared is not None:
             beside = self.shared.of_normed(x)
             output = output + (beside if self.shared_router is None else beside * (x @ self.shared_router).sigmoid())
@@ -97,7 +97,7 @@ class MixtureOfExperts:
             return output
         return output.mul_(self.scale)
 
-    def _weighed(self, x: Tensor, routed: Routed, waits: bool) -> Tensor:
+    def _weigh_inputs(self, x: Tensor, routed: Routed, waits: bool) -> Tensor:
         """Weigh tokens before experts read them: a copy for each expert that a token goes to."""
         tokens, chosen = routed.experts.shape
         copies = (x[:, None] * routed.weights[..., None].to(x.dtype)).flatten(0, 1)
@@ -126,17 +126,17 @@ class Experts:
         """Compute the weighted sum of their outputs, (T, h); 0 of tokens that none of them gets."""
         if waits:
             if self.groups:
-                return self._grouped(x, routed)
+                return self._group_tokens(x, routed)
             return self._one_by_one(x, routed)
         if routed.experts.numel() < self.count:
             return self._own_copies(x, routed)
         return self._all(x, routed)
 
-    def _made(self, x: Tensor, which: Which) -> Tensor:
+    def _compute_experts(self, x: Tensor, which: Which) -> Tensor:
         """Apply some experts to tokens of their own, (E, tokens, h)."""
         return self.down(self.combine(self.gate(x, which), self.up(x, which)), which)
 
-    def _grouped(self, x: Tensor, routed: Routed) -> Tensor:
+    def _group_tokens(self, x: Tensor, routed: Routed) -> Tensor:
         """Sort tokens by expert, those that go elsewhere behind all others."""
         own = (routed.experts - self.first).flatten()
         own, order = own.where((own >= 0) & (own < self.count), self.count).sort(stable=True)
@@ -156,7 +156,7 @@ class Experts:
         output = torch.zeros_like(x)
         for expert in own[(own >= 0) & (own < self.count)].unique().tolist():
             tokens, places = (own == expert).nonzero(as_tuple=True)
-            made = self._made(x[tokens][None], slice(expert, expert + 1))[0]
+            made = self._compute_experts(x[tokens][None], slice(expert, expert + 1))[0]
             output.index_add_(0, tokens, made * routed.weights[tokens, places, None].to(made.dtype))
         return output
 
@@ -165,7 +165,7 @@ class Experts:
         own = (routed.experts - self.first).flatten()
         weights = routed.weights.flatten().masked_fill((own < 0) | (own >= self.count), 0.0)
         copies = x[:, None].expand(-1, chosen, -1).reshape(len(own), 1, -1)
-        made = self._made(copies, own.clamp(0, self.count - 1))[:, 0]
+        made = self._compute_experts(copies, own.clamp(0, self.count - 1))[:, 0]
         return (made * weights[:, None].to(made.dtype)).view(len(x), chosen, -1).sum(1)
 
     def _all(self, x: Tensor, routed: Routed) -> Tensor:
@@ -173,7 +173,7 @@ class Experts:
         here = (own >= 0) & (own < self.count)
         weights = routed.weights.new_zeros(len(x), self.count + 1)  # the last column is of experts elsewhere
         weights.scatter_(1, own.where(here, self.count), routed.weights)
-        made = self._made(x.expand(self.count, -1, -1), slice(None))
+        made = self._compute_experts(x.expand(self.count, -1, -1), slice(None))
         return torch.einsum("eth,te->th", made, weights[:, :-1].to(made.dtype))
 
 

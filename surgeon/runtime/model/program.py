@@ -144,7 +144,7 @@ class RankProgram:
         if plan.mixtures.size(sublayer) is not None:
             return self._mixture(part, source, whole_experts(plan, part))
         spec = source.spec(sublayer)
-        tensors = self._turning(sublayer, self._here(source.sublayer(sublayer, torch_dtype(plan))))
+        tensors = self._order_for_rotation(sublayer, self._here(source.sublayer(sublayer, torch_dtype(plan))))
         rotary = plan.arithmetic.rotary_of(sublayer)
         if sublayer.kind == ATTENTION and plan.latent is not None:
             inside = {path.removeprefix(f"{spec.module}."): tensor for path, tensor in tensors.items()}
@@ -164,7 +164,7 @@ class RankProgram:
             return Attention(tensors, maps, spec, plan, plan.window(sublayer), rotary, sharing)
         return FeedForward(tensors, maps, plan, norm_before(tensors, spec, plan))
 
-    def _turning(self, sublayer: Sublayer, tensors: Tensors) -> Tensors:
+    def _order_for_rotation(self, sublayer: Sublayer, tensors: Tensors) -> Tensors:
         """Order features of heads as they turn, and centre heads behind layer norms by their matrices."""
         family = self.plan.family
         if sublayer.kind == ATTENTION and family.attention.head_norm.gains == "each" and family.norms.kind != "rms":
@@ -393,15 +393,15 @@ class RankMachine(Machine):
         return lambda: finish(wait())
 
     def assign(self, fork: Fork) -> Iterable[tuple[Branch, Machine]]:
-        branches, group = self._assigned(fork)
+        branches, group = self._assign(fork)
         machine = self.rank_program.machine(self.rank_program, self.shared, group, self.work)
         return [(branch, machine) for branch in branches]
 
     def join(self, fork: Fork, added: Tensor) -> Partial:
         self._node = fork
         # A group of several ranks has its branch's output on each of them; only the first adds it to the fork's sum.
-        _, group = self._assigned(fork)
+        _, group = self._assign(fork)
         return Partial(added if group[0] == self.rank_program.peers.rank else torch.zeros_like(added))
 
-    def _assigned(self, fork: Fork) -> tuple[tuple[Branch, ...], Group]:
+    def _assign(self, fork: Fork) -> tuple[tuple[Branch, ...], Group]:
         return assigned_branches(fork, self.rank_program.peers.rank, self.group)

@@ -129,7 +129,7 @@ class RecordedDecode(Way):
         angles = model.angles_up_to(1 + max(row.start for row in rows))
         known = passes.get(len(rows))
         if known is None or not known.inputs.load(rows, angles):
-            return self._recorded(rows, cache, PassInputs(rows, angles), passes)
+            return self._record(rows, cache, PassInputs(rows, angles), passes)
         times = known.replay(bool(known.spans))
         for collectives in model.peers.groups.values():
             if (failure := collectives.failure()) is not None:
@@ -139,7 +139,7 @@ class RecordedDecode(Way):
         phase.add(known.sent)
         return known.logits
 
-    def _recorded(
+    def _record(
         self, rows: Sequence[Row], cache: PagedCache, inputs: PassInputs, passes: dict[int, RecordedPass]
     ) -> Tensor:
         """Compute one as any pass, and record it if it can be."""

@@ -107,15 +107,15 @@ class Sampler:
         UNDEFINED where the logits are not finite.
         """
         texts = [self._texts[request] for request in requests]
-        chosen = self._chosen(texts, logits)
+        chosen = self._choose(texts, logits)
         narrow = [row for row, (token, _) in enumerate(chosen) if token == WIDER]
         if narrow:
-            again = self._chosen([texts[row] for row in narrow], of_rows(logits, narrow), whole=True)
+            again = self._choose([texts[row] for row in narrow], of_rows(logits, narrow), whole=True)
             for row, choice in zip(narrow, again, strict=True):
                 chosen[row] = choice
         return [text.add(choice) for text, choice in zip(texts, chosen, strict=True)]
 
-    def _chosen(self, texts: Sequence[SampledText], logits: Tensor, whole: bool = False) -> list[Choice]:
+    def _choose(self, texts: Sequence[SampledText], logits: Tensor, whole: bool = False) -> list[Choice]:
         """Choose; WIDER where that takes a look at the `whole` vocabulary."""
         batches = list[tuple[list[int], Tensor]]()
         for rows in self._batches(texts, logits):
@@ -132,7 +132,7 @@ class Sampler:
                 keys = None
                 if some[0].again:
                     keys = [text.key() for text in some]
-                tokens = left.at(self._picked(left.weights) if keys is None else race(left.weights, keys, left.tokens))
+                tokens = left.at(self._pick(left.weights) if keys is None else race(left.weights, keys, left.tokens))
             batches.append((rows, report(tokens, own, [text.sampling.logprobs for text in some])))
         flat = [table.flatten() for _, table in batches]
         found = iter((flat[0] if len(flat) == 1 else torch.cat(flat)).tolist())
@@ -142,7 +142,7 @@ class Sampler:
                 chosen[row] = reported([*islice(found, table.shape[1])], texts[row].sampling.logprobs)
         return chosen
 
-    def _picked(self, weights: Tensor) -> Tensor:
+    def _pick(self, weights: Tensor) -> Tensor:
         return pick(weights, column([self._random.random() for _ in weights], weights))
 
     def _scores(
@@ -191,7 +191,7 @@ class Sampler:
         first = torch.zeros_like(chances)
         first[:, 0] = 1
         chances = chances.where(logits.amax(-1, keepdim=True).isfinite(), first)
-        tokens = self._picked(chances)[:, 0].tolist()
+        tokens = self._pick(chances)[:, 0].tolist()
         for text, token, own in zip(texts, tokens, chances, strict=True):
             text.drafts.append((token, own))
         return list(tokens)
@@ -252,7 +252,7 @@ class Sampler:
             # Nothing is left where they differ by rounding only.
             rest = more.where(more.any(-1, keepdim=True), wanted[instead])
             shown += rejected.values()
-            known = torch.cat([known, self._picked(rest)])
+            known = torch.cat([known, self._pick(rest)])
         choices: list[list[Choice]] = [[] for _ in texts]
         those = [texts[judged[at][0]] for at in shown]
         tops = [text.sampling.logprobs for text in those]

@@ -111,7 +111,7 @@ class StaticLayout:
         cache = self._cache
         group = self._cache.group_of[slot]
         assert cache.triton is not None
-        queries = cache.triton.place(qkv, heads, placing, self._written(slot), cache.pairs[slot])
+        queries = cache.triton.place(qkv, heads, placing, self._write(slot), cache.pairs[slot])
         return cache.attend(slot, queries, self._texts[group], weighting)
 
     def attend(self, slot: int, queries: Tensor, kept: Tensor, weighting: Weighting) -> Tensor:
@@ -121,16 +121,16 @@ class StaticLayout:
         view = self._view(self._cache.group_of[slot], weighting.window)
         kv_heads = self._cache.kv_heads[slot]
         mask = view.mask
-        keys, values = (self._rebuilt if slot in self._cache.rebuilds else self._stored)(slot, kept, view)
+        keys, values = (self._rebuilt if slot in self._cache.rebuilds else self._store)(slot, kept, view)
         # The heads of one KV group are like several tokens that look at the same keys.
         grouped = queries.view(texts, kv_heads, heads // kv_heads, head_dim)
         return attention(grouped, keys, values, weighting, mask).reshape(texts, heads * head_dim)
 
-    def _stored(self, slot: int, keys_values: Tensor, view: View) -> tuple[Tensor, Tensor]:
+    def _store(self, slot: int, keys_values: Tensor, view: View) -> tuple[Tensor, Tensor]:
         """Keys and values of the texts, (B, K, N, D) each, the new ones among them."""
         cached = self._cache.pairs[slot]
         texts = len(keys_values)
-        cached.index_copy_(1, self._written(slot), keys_values.transpose(0, 1))
+        cached.index_copy_(1, self._write(slot), keys_values.transpose(0, 1))
         read = cached.index_select(1, view.places)
         keys, values = read.view(2, len(cached) // 2, texts, -1, cached.shape[-1]).transpose(1, 2)
         return keys, values
@@ -138,14 +138,14 @@ class StaticLayout:
     def _rebuilt(self, slot: int, kept: Tensor, view: View) -> tuple[Tensor, Tensor]:
         cache = self._cache
         cached = cache.low_rank[slot]
-        cached.index_copy_(0, self._written(slot), kept)
+        cached.index_copy_(0, self._write(slot), kept)
         room = cache.buffers.for_kept(cache.rebuilds[slot], len(view.places))
         torch.index_select(cached, 0, view.places, out=room)
         keys, values = cache.rebuild(slot, room, view.angles)
         by_text = len(kept), -1
         return keys.unflatten(0, by_text).transpose(1, 2), values.unflatten(0, by_text).transpose(1, 2)
 
-    def _written(self, slot: int) -> Tensor:
+    def _write(self, slot: int) -> Tensor:
         return (self._newly if slot in self._cache.borrowed else self._own)[self._cache.group_of[slot]]
 
     def _places(self, group: int, tokens: Tensor) -> Tensor:

@@ -108,7 +108,7 @@ def make_plan(
     for piece in (sublayer for sublayer in parsed.sublayers() if sublayer.piece is not None):
         require_sliceable(family.spec(piece.kind, piece.layers[0]), family)
     _check_shapes(parsed, source, config)
-    chosen = _chosen({"halves": halves, **ways}, ranks)
+    chosen = _all_ways({"halves": halves, **ways}, ranks)
     mixtures = Mixtures.of(partial(mixture_size, source), layers)
     latent = cached_latent(family.latent(config))
     check_division(parsed, shared_units(source.units, latent), ranks, mixtures, sliced)
@@ -206,7 +206,7 @@ def mixture_size(source: ModelWeights, layer: int) -> MixtureSize | None:
     return MixtureSize(experts, source.stored_width(FEED_FORWARD, layer))
 
 
-def _chosen(ways: Mapping[str, Any], ranks: int) -> dict[str, Any]:
+def _all_ways(ways: Mapping[str, Any], ranks: int) -> dict[str, Any]:
     """Check all ways; "auto" where nothing is chosen."""
     for name, wanted in ways.items():
         what, known = WAYS[name]

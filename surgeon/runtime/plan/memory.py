@@ -78,7 +78,7 @@ def cache_groups(plan: Plan) -> CacheGroups:
     if len(counted) < 2 or in_rank_space:
         return together
     most = max(own.count(window) for own in windows for window in counted)
-    divided = (_divided(windows, sorted(counted, key=str), width) for width in range(1, most + 1))
+    divided = (_divide_windows(windows, sorted(counted, key=str), width) for width in range(1, most + 1))
     few_enough = (groups for groups in divided if len(groups.windows) <= MOST_GROUPS)
     best = min(few_enough, key=lambda groups: (groups.room(plan.max_tokens), len(groups.windows)), default=together)
     saved = 1 - best.room(plan.max_tokens) / together.room(plan.max_tokens)
@@ -87,7 +87,7 @@ def cache_groups(plan: Plan) -> CacheGroups:
     return together
 
 
-def _divided(windows: list[list[int | None]], different: list[int | None], width: int) -> CacheGroups:
+def _divide_windows(windows: list[list[int | None]], different: list[int | None], width: int) -> CacheGroups:
     """Divide into groups of one window each, and of so many attentions of a rank at most."""
     names: list[int | None] = []
     slots = [[0] * len(own) for own in windows]

@@ -107,7 +107,7 @@ class StretchEngine(RankEngine):
         way = self._way(rows) if tokens <= ROWS else self.ways[-1]
         if stream is not None:
             self.model.arriving = self._fixed[:tokens].copy_(stream) if tokens <= ROWS else stream
-        with self._counted(self._phase(rows), rows):
+        with self._count(self._phase(rows), rows):
             found = way.logits(rows, cache)
         return found[:, : self.plan.hidden], found[:, self.plan.hidden :]
 

@@ -208,8 +208,8 @@ class Quantised:
         stored = self.store.shape(name)
         wanted = part.shape(arrangement.shape)
         if dtype not in part.dtypes:
-            allowed = " or ".join(_called(one) for one in part.dtypes)
-            raise self.fault(ending, f"holds {_called(dtype)}, and {self.scheme.description} needs {allowed}")
+            allowed = " or ".join(_dtype_name(one) for one in part.dtypes)
+            raise self.fault(ending, f"holds {_dtype_name(dtype)}, and {self.scheme.description} needs {allowed}")
         rest = stored[len(wanted) :]
         if stored[: len(wanted)] != wanted or (rest and (not part.ones_follow or set(rest) != {1})):
             size = f"{' x '.join(map(str, arrangement.shape))}, by {self.parts[arrangement.by]}"
@@ -252,5 +252,5 @@ class Quantised:
         return self.scheme.values(tensors, tuple(shape)).narrow(dim, first - begin, end - first)
 
 
-def _called(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

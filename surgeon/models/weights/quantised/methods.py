@@ -141,10 +141,10 @@ def _compressed_tensors(said: Entries) -> Iterator[Rule]:
             if not isinstance(targets, list) or not all(isinstance(one, str) for one in targets):
                 raise ValueError(f"{where} has targets {shown(targets)}, and they have to be names of modules")
             weights = _object(group["weights"], f"weights of {where}")
-            yield Rule(_grouped(weights, group.get("format") or said.get("format")), tuple(targets))
+            yield Rule(_group_scheme(weights, group.get("format") or said.get("format")), tuple(targets))
 
 
-def _grouped(weights: Entries, form: Any) -> Grouped:
+def _group_scheme(weights: Entries, form: Any) -> Grouped:
     _check({"format": str(form)}, {"format": _FORMATS}, (), "compressed-tensors")
     packed = form == "pack-quantized"
     only: dict[str, Collection[Any]] = {**_WEIGHTS, "num_bits": (2, 4, 8) if packed else (8,)}

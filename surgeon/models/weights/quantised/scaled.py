@@ -105,7 +105,7 @@ class Grouped(Scheme):
     def arrangement(self, matrix: Quantised) -> Arrangement:
         """Arrange zero points, packed along rows, and values, packed along columns."""
         per_word = Fraction(self.bits, WORD) if self.packed else Fraction(1)
-        shape = self._said(matrix) if self.packed else matrix.size(WEIGHT, 2)
+        shape = self._packed_shape(matrix) if self.packed else matrix.size(WEIGHT, 2)
         rows, columns = grid_of(self.block)
         parts = {ending: PartSpec() for ending in matrix.parts.keys() & set(ACTIVATIONS)}
         parts[self.needed[0]] = PartSpec((torch.int32,) if self.packed else self.types, (ROWS, Along(1, per_word)))
@@ -128,7 +128,7 @@ class Grouped(Scheme):
             parts[ZEROS] = PartSpec((*self.types, *FLOATS), (rows, columns), sizes, loose, below, meaning)
         return Arrangement(shape, SHAPE if self.packed else WEIGHT, parts)
 
-    def _said(self, matrix: Quantised) -> tuple[int, int]:
+    def _packed_shape(self, matrix: Quantised) -> tuple[int, int]:
         """The shape of packed values."""
         said = matrix.tensor(SHAPE).tolist()
         if not (isinstance(said, list) and len(said) == 2 and all(type(one) is int and one > 0 for one in said)):

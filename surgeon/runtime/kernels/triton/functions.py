@@ -119,7 +119,7 @@ class TritonKernels:
         count, heads, dim = queries.shape
         kv_heads = len(pair) // 2
         group = heads // kv_heads
-        padded = max(LEAST, _padded(dim))
+        padded = max(LEAST, _next_power_of_two(dim))
         tokens = min(MOST_TOKENS, max(LEAST, TILE_BYTES // (padded * pair.element_size())))
         wanted = min(MOST_PARTS, -(-self.programs // max(1, count * kv_heads)))
         parts = max(1, min(wanted, -(-texts.tables.shape[1] * block_tokens // tokens)))
@@ -136,7 +136,7 @@ class TritonKernels:
             ),
             KV_HEADS=kv_heads,
             GROUP=group,
-            HEADS_PADDED=max(LEAST, _padded(group)),
+            HEADS_PADDED=max(LEAST, _next_power_of_two(group)),
             DIM=dim,
             DIM_PADDED=padded,
             BLOCK=block_tokens,
@@ -199,7 +199,7 @@ class TritonKernels:
             HEADS=all_heads if cached is None else queries,
             KV_HEADS=0 if cached is None else len(pair) // 2,
             DIM=dim,
-            DIM_PADDED=_padded(dim),
+            DIM_PADDED=_next_power_of_two(dim),
             TURNED=0 if angles is None else angles[0].shape[-1],
             NORMED=gain is not None,
             TOGETHER=squares is not None,
@@ -216,7 +216,7 @@ class TritonKernels:
             (qkv, squares, qkv.stride(0)),
             QUERIES=queries,
             KEYS=keys,
-            PADDED=_padded(max(queries, keys)),
+            PADDED=_next_power_of_two(max(queries, keys)),
         )
         return squares
 
@@ -240,7 +240,7 @@ class TritonKernels:
             (tokens,),
             (x, more, total, normed, gain, gain if shift is None else shift, epsilon, x.stride(0), more.stride(0)),
             WIDTH=width,
-            WIDTH_PADDED=_padded(width),
+            WIDTH_PADDED=_next_power_of_two(width),
             ADDS=added is not None,
             CENTRED=centred,
             SHIFTED=shift is not None,
@@ -264,7 +264,7 @@ class TritonKernels:
             (x, weight, weight if bias is None else bias, y, len(weight), inputs, x.stride(0), y.stride(0)),
             TOKENS=tokens,
             ROWS=self._rows,
-            COLUMNS=min(FEW_COLUMNS[way], _padded(inputs)),
+            COLUMNS=min(FEW_COLUMNS[way], _next_power_of_two(inputs)),
             BIASED=bias is not None,
             num_warps=FEW_WARPS[way],
         )
@@ -279,7 +279,9 @@ class TritonKernels:
         best = x.new_empty(tokens)
         places = x.new_empty(tokens, dtype=torch.int64)
         self.launch("highest_of_parts", (tokens, parts), (x, values, at, x.stride(0), width), PARTS=parts, COLUMNS=PART)
-        self.launch("highest_part", (tokens,), (values, at, best, places), PARTS=parts, PARTS_PADDED=_padded(parts))
+        self.launch(
+            "highest_part", (tokens,), (values, at, best, places), PARTS=parts, PARTS_PADDED=_next_power_of_two(parts)
+        )
         return best, places
 
     def gate_of(self, activation: str) -> Callable[[Tensor], Tensor] | None:
@@ -315,5 +317,5 @@ def triton_kernels_for(tensor: Tensor) -> TritonKernels | None:
     return None
 
 
-def _padded(number: int) -> int:
+def _next_power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
