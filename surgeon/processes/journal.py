@@ -147,7 +147,7 @@ class Journal(ABC):
 
 
 def read_journal(path: Path, work: str) -> tuple[dict[str, Any], list[Any]]:
-    """What a journal's first line says that it depends on, and its other whole lines; the file is left as it is."""
+    """Read a journal's identity, in its first line, and its other whole lines; the file is left as it is."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} is gone, which has what was measured; run surgeon {work} again on its folder")
     *whole, _ = path.read_bytes().split(b"\n")

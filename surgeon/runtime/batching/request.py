@@ -20,12 +20,12 @@ class UndefinedLogits(ValueError):
 
 
 class QueueFull(ValueError):
-    """As many requests are running and waiting as the service takes; the client may try again later."""
+    """The service is full of running and waiting requests; the client may try again later."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next tokens are chosen, and when to end.
+    """Choice of the next tokens, and of the end.
 
     The filters apply in this order: repetition penalty, suppressed tokens, temperature, top_k, top_p, min_p. Log-
     probabilities are those of the model itself, before any of them.

@@ -91,11 +91,11 @@ class Collectives(ABC):
 
     @property
     def exact(self) -> Collectives:
-        """The same ranks, without loss of precision."""
+        """These ranks, without loss of precision."""
         return self
 
     def recorded(self, recording: Recording) -> Collectives:  # noqa: ARG002 - nothing that is sent need be noted
-        """The same ranks while a pass is recorded."""
+        """Give these ranks' collectives while a pass is recorded."""
         return self
 
     def failure(self) -> TimeoutError | None:

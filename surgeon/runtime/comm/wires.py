@@ -46,7 +46,7 @@ class Wire(ABC):
 
     @abstractmethod
     def decode(self, parts: Sequence[Tensor], width: int, dtype: torch.dtype) -> Tensor:
-        """What parts of several tensors, (tensors, rows, elements) each, stand for: (tensors, rows, width)."""
+        """Decode parts of several tensors, (tensors, rows, elements) each: (tensors, rows, width)."""
 
     def count_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
         width = shape[-1]
@@ -60,7 +60,7 @@ class Wire(ABC):
         return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])
 
     def unpack(self, packed: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """What bytes of several tensors, (tensors, bytes), stand for: (tensors, *shape), at least float32."""
+        """Unpack bytes of several tensors, (tensors, bytes): (tensors, *shape), at least float32."""
         import torch
 
         rows = shape[:-1].numel()

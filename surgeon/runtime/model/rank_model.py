@@ -62,7 +62,7 @@ class Way(ABC):
 
     @abstractmethod
     def fits(self, rows: Sequence[Row]) -> bool:
-        """Whether it can compute a pass of these rows."""
+        """Tell whether it can compute a pass of these rows."""
 
     @abstractmethod
     def step(self, rows: Sequence[Row], cache: PagedCache) -> Results:

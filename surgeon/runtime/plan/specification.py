@@ -64,7 +64,7 @@ OWN_ACTIVATIONS = ("silu", "swish", "relu", "gelu", "gelu_new", "gelu_pytorch_ta
 
 @dataclass(frozen=True)
 class Longer:
-    """How far each pair of features turns per position in texts beyond a length.
+    """Turns of each pair of features per position in texts beyond a length.
 
     In a text of n tokens pair k turns by frequency k times (1 + stretch * (n / beyond - 1)) ** (-k / (pairs - 1)).
 
@@ -102,7 +102,7 @@ class Rotary:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What a configuration says of a model's numbers, and not of its sizes: None for what the model does not do.
+    """A model's numbers by its configuration, without its sizes: None for what the model does not do.
 
     Attributes:
         epsilon: of all norms.
@@ -235,7 +235,7 @@ class Plan:
         return LongTexts(min(beyond), by_length, self.family.computes_anew)
 
     def window(self, attention: Sublayer) -> int | None:
-        """How many tokens an attention looks at, None for all; averaged layers have the first one's."""
+        """The number of tokens that an attention looks at, None for all; averaged layers have the first one's."""
         if self.windows:
             return self.windows[attention.layers[0]]
         return None

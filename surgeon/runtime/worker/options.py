@@ -16,7 +16,7 @@ from surgeon.runtime.comm.wires import WIRES
 
 @dataclass(frozen=True)
 class RankOptions:
-    """How many ranks there are, on what, and how they are connected; checked as it is made.
+    """The number of ranks, their device and their connection; checked as it is made.
 
     Attributes:
         ranks: how many.
