@@ -1,8 +1,4 @@
-"""Files that are whole or not there, whenever their process is killed; what the disk has of them; and locks on them.
-
-Locks are flock's (by `filelock`): each goes with the process that holds it, so that one that is killed leaves none
-behind, and children that are started anew do not inherit them.
-"""
+"""Files that are whole or not there, whenever their process is killed; and what the disk has of them."""
 
 from __future__ import annotations
 
@@ -14,8 +10,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from filelock import lock_descriptor
 
 from surgeon.errors import naming
 
@@ -82,7 +76,12 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def write_table(path: Path, table: pd.DataFrame, digits: int = 9, missing: str = "nan") -> None:
-    """Write a table as CSV, whole or not there, with so many digits of each number."""
+    """Write a table as CSV, whole or not there.
+
+    Args:
+        digits: of each number.
+        missing: what stands for NaN.
+    """
     write_text(path, table.to_csv(index=False, float_format=f"%.{digits}g", na_rep=missing))
 
 
@@ -102,7 +101,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def cache_folder(what: str) -> Path:
-    """The place on this machine for files of some kind that can be made again.
+    """Where files of some kind are kept on this machine, to be made again if they are gone.
 
     Raises:
         FileNotFoundError: if the user has no home, and the environment names no other place.
@@ -126,7 +125,7 @@ def check_space(folder: Path, needed: int) -> None:
 
 
 def show_bytes(count: int) -> str:
-    """Write a size as people do: 12.7 MB."""
+    """A size as people write it: 12.7 MB."""
     size = float(count)
     for unit in ("bytes", "KB", "MB", "GB"):
         if size < 1000:
@@ -135,23 +134,3 @@ def show_bytes(count: int) -> str:
             return f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:.1f} TB"
-
-
-LOOK_SECONDS = 0.002  # between two tries to get a lock that somebody else has
-
-
-def lock(descriptor: int, wait: bool = False) -> bool:
-    """Lock an open file or folder until it is closed, or tell (False) that somebody else has; `wait` for them."""
-    return lock_descriptor(descriptor, blocking=wait, poll_interval=LOOK_SECONDS)
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Wait until nobody else has locked a file, which is made if it is not there, and lock it while inside."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        with naming(path):
-            lock(descriptor, wait=True)
-        yield
-    finally:
-        os.close(descriptor)

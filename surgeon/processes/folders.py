@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from surgeon.processes.files import lock, make_folder, sync
+from surgeon.processes.files import make_folder, sync
+from surgeon.processes.locks import lock
 
 MARK = "surgeon-partial"
 _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW

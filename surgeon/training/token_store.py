@@ -22,8 +22,9 @@ import pyarrow as pa  # type: ignore[import-untyped]
 from datasets.arrow_writer import ArrowWriter
 
 from surgeon.checkpoint.read import read_json
-from surgeon.processes.files import locked, make_folder, sync_tree, whole_file, write_json
+from surgeon.processes.files import make_folder, sync_tree, whole_file, write_json
 from surgeon.processes.folders import publish, scratch
+from surgeon.processes.locks import locked
 from surgeon.progress import progress
 from surgeon.quality.conversations import read_conversations
 from surgeon.quality.sources import DEMO, DEMO_TRAINING, are_apart, documents, file_and_column, files_in, is_folder

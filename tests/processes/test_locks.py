@@ -12,12 +12,12 @@ from threading import Thread
 
 import pytest
 
-from surgeon.processes.files import lock, locked
+from surgeon.processes.locks import lock, locked
 
 HOLD = """
 import sys
 from pathlib import Path
-from surgeon.processes.files import locked
+from surgeon.processes.locks import locked
 with locked(Path(sys.argv[1])):
     print("locked", flush=True)
     sys.stdin.read()

@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from surgeon.processes.files import HALF_WRITTEN, locked, make_folder, whole_file
+from surgeon.processes.files import HALF_WRITTEN, make_folder, whole_file
+from surgeon.processes.locks import locked
 from surgeon.progress import progress
 from surgeon.provenance import FORMAT
 from surgeon.quality.head import OutputHead
