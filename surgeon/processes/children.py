@@ -84,9 +84,10 @@ class Child:
         self.process.kill()
 
     def said(self) -> str:
-        with self._log.open("rb") as file:
+        with suppress(FileNotFoundError), self._log.open("rb") as file:  # its folder may have been removed by now
             file.seek(self._begin)
             return file.read().decode(errors="replace")
+        return ""
 
     def ending(self) -> str:
         """Tell how it has ended, as a message says it behind its name."""

@@ -89,7 +89,12 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def write_table(path: Path, table: pd.DataFrame, digits: int = 9, missing: str = "nan") -> None:
-    """Write a table as CSV, whole or not there, with so many digits of each number."""
+    """Write a table as CSV, whole or not there.
+
+    Args:
+        digits: of each number.
+        missing: what stands for NaN.
+    """
     write_text(path, table.to_csv(index=False, float_format=f"%.{digits}g", na_rep=missing))
 
 
