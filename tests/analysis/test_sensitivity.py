@@ -74,7 +74,7 @@ def test_terms_are_means_over_windows(windows: Windows, tmp_path: Path) -> None:
         with differentiable(model):
             walk = Walk(model, windows.ids[window : window + 1])
             stream = walk.layer(0, walk.start).after
-            each.append(pair_terms(walk, 1, walk.layer(1, stream), QUICK).values)
+            each.append(pair_terms(walk, 1, walk.layer(1, stream), QUICK)[0])
     row = table.loc[1]
     for name in ("stream_norm", "update_norm", "mlp_jacobian", "attention_shift", "bound", "first_order", "error"):
         assert row[name] == pytest.approx((each[0][name] + each[1][name]) / 2)
