@@ -19,7 +19,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from surgeon.processes.locks import locked
+from surgeon.processes.files import locked
 from tests.waiting import PATIENCE
 
 PROJECT = Path(__file__).resolve().parents[1]

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from surgeon.errors import naming
-from surgeon.processes.files import make_folder
-from surgeon.processes.locks import lock
+from surgeon.processes.files import lock, make_folder
 
 # What messages call the entries of an identity; others are called by their own names.
 _NAMES = {

@@ -24,8 +24,7 @@ from surgeon.language.program import Program
 from surgeon.models.edit import program_of
 from surgeon.models.lora import LoraLayer, PeftModel
 from surgeon.models.weights.quantised import PackedTensor
-from surgeon.processes.files import make_folder, write_json
-from surgeon.processes.locks import lock
+from surgeon.processes.files import lock, make_folder, write_json
 from surgeon.progress import progress
 from surgeon.quality.summary import Quality
 from surgeon.quality.text import HeldOutQuality
