@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from surgeon.demo.corpus import library_text
+from surgeon.demo import library_text
 from surgeon.processes.files import whole_file
 
 CONTEXT = 512

@@ -32,7 +32,7 @@ A small deep Llama ({parameters:,} parameters, 16 layers, 128 wide, 4 heads, 2 K
 that ships with surgeon, so that its demo and tests need no network. It writes Python badly; it is there to be cut up.
 
 - **Data**: {data}; {training_tokens:,} tokens.
-  One file in sixteen is held out, by a hash of its path (`surgeon/demo/corpus.py`). The text itself is not part
+  One file in sixteen is held out, by a hash of its path (`surgeon/demo/__init__.py`). The text itself is not part
   of this project.
 - **Training**: `scripts/demo_model/train.py`, {steps:,} steps of {tokens_per_step:,} tokens, AdamW, peak learning rate
   {peak_learning_rate:g}, cosine schedule, seed {seed}, on two CPU cores.

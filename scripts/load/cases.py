@@ -11,7 +11,7 @@ import torch
 
 import surgeon
 from surgeon.checkpoint.texts import open_tokenizer
-from surgeon.demo.corpus import library_files
+from surgeon.demo import library_files
 from surgeon.progress import progress
 
 

@@ -85,8 +85,15 @@ def bench(
         FileNotFoundError, ValueError: if a model or an option cannot be used.
         RankFailed: if a rank fails.
     """
-    from surgeon.benchmarks.compressed import divergence_of_compressed, windows_to_compare
-    from surgeon.benchmarks.measure import Needs, RankBench, bench_record, bench_table, plan_candidates
+    from surgeon.benchmarks.measure import (
+        Needs,
+        RankBench,
+        bench_record,
+        bench_table,
+        divergence_of_compressed,
+        plan_candidates,
+        windows_to_compare,
+    )
     from surgeon.commands.opening import as_list, as_range, as_several, name_of
     from surgeon.cost.candidates import open_candidates
     from surgeon.cost.workload import Workload
@@ -94,7 +101,7 @@ def bench(
     from surgeon.processes.files import make_folder
     from surgeon.progress import progress
     from surgeon.quality.summary import mean_divergence
-    from surgeon.runtime.kernels.used import kernels_used
+    from surgeon.runtime.kernels.library import kernels_used
     from surgeon.runtime.worker.options import RankOptions
     from surgeon.runtime.worker.ranks import Ranks as RunningRanks
     from surgeon.words import plural

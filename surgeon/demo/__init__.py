@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import sysconfig
 from pathlib import Path
-
-from surgeon.demo.corpus import library_text
 
 __all__ = ["demo_data", "demo_model", "demo_training_data"]
 
@@ -49,3 +48,61 @@ def demo_training_data() -> list[str]:
 
 def _mix(texts: list[str]) -> list[str]:
     return sorted(texts, key=lambda text: hashlib.sha256(text.encode()).digest())
+
+
+HELD_OUT_SHARE = 16  # one file in this many is held out
+
+_LEFT_OUT_FOLDERS = {
+    "__pycache__",
+    "config",
+    "encodings",
+    "idle_test",
+    "lib2to3",
+    "lib-dynload",
+    "pydoc_data",
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+}
+_LEFT_OUT_PREFIXES = ("_sysconfigdata", "config-")
+
+
+def library_files(held_out: bool) -> list[Path]:
+    """Standard-library source files in a fixed order: the held-out ones, or all the others.
+
+    Raises:
+        FileNotFoundError: if this Python ships no standard-library sources (a zipped or stripped installation).
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    names = sorted(
+        path.relative_to(root).as_posix() for path in root.rglob("*.py") if _is_prose(path.relative_to(root))
+    )
+    chosen = [root / name for name in names if _is_held_out(name) == held_out]
+    if not chosen:
+        raise FileNotFoundError(
+            f"no standard-library source files under {root}: this Python was installed without them; "
+            "give a text file of your own instead"
+        )
+    return chosen
+
+
+def library_text(held_out: bool) -> list[str]:
+    """The texts of `library_files`, one string per file; files that are not UTF-8 are passed over."""
+    texts = []
+    for path in library_files(held_out):
+        try:
+            texts.append(path.read_text(encoding="utf-8"))
+        except UnicodeDecodeError:
+            continue
+    return [text for text in texts if text.strip()]
+
+
+def _is_prose(relative: Path) -> bool:
+    return not (set(relative.parts[:-1]) & _LEFT_OUT_FOLDERS) and not any(
+        part.startswith(_LEFT_OUT_PREFIXES) for part in relative.parts
+    )
+
+
+def _is_held_out(name: str) -> bool:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % HELD_OUT_SHARE == 0

@@ -30,7 +30,7 @@ from surgeon.runtime.batching.ahead import MOST_AHEAD
 from surgeon.runtime.batching.request import QueueFull, Request, Sampling, Stats, check_length
 from surgeon.runtime.batching.scheduler import Limits
 from surgeon.runtime.batching.windows import PASS_TOKENS
-from surgeon.runtime.kernels.used import kernels_used, warn_without_kernels
+from surgeon.runtime.kernels.library import kernels_used, warn_without_kernels
 from surgeon.runtime.model.engine import Figures
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.drafts import with_coda, with_draft

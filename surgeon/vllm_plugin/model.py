@@ -44,9 +44,9 @@ from surgeon.runtime.model.rotary import rotation
 from surgeon.runtime.plan.checks import make_plan
 from surgeon.runtime.plan.division import shared_units
 from surgeon.runtime.plan.specification import Plan
+from surgeon.vllm_plugin.configs import read_settings, reason_against, stage_nodes
 from surgeon.vllm_plugin.operations import place_, take_operations, turns
 from surgeon.vllm_plugin.reduce import connect
-from surgeon.vllm_plugin.requirements import read_settings, reason_against, stage_nodes
 
 MOST_RECORDED = 512  # tokens of passes that vLLM records by default
 

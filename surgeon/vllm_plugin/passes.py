@@ -11,7 +11,7 @@ from typing import Any
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
-from surgeon.vllm_plugin.requirements import read_settings
+from surgeon.vllm_plugin.configs import read_settings
 
 
 class ProgramPasses(VerifyAndUpdateConfig):  # type: ignore[misc]

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 import surgeon
 import surgeon.demo
 from surgeon.checkpoint.read import Checkpoint
-from surgeon.demo.corpus import library_files, library_text
+from surgeon.demo import library_files, library_text
 
 
 def test_the_model_is_small_deep_and_groups_its_kv_heads() -> None:

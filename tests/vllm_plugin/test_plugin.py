@@ -18,8 +18,7 @@ from surgeon.checkpoint.remote_code import PROGRAM
 from surgeon.language.program import Program
 from surgeon.models.families import FAMILIES
 from surgeon.training.scratch.tracks import narrow
-from surgeon.vllm_plugin.configs import attentions_at_once, with_all_heads
-from surgeon.vllm_plugin.requirements import reason_against, stage_nodes
+from surgeon.vllm_plugin.configs import attentions_at_once, reason_against, stage_nodes, with_all_heads
 from tests.checkpoint.helpers import run_export, save_source
 from tests.tiny_models import tiny_model
 from tests.vllm_plugin import fake_vllm

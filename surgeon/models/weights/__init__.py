@@ -14,7 +14,7 @@ from surgeon.models.weights.derive import (
     stored_tensors,
 )
 from surgeon.models.weights.factors import Factored, Factorised, Factors, FactorSource
-from surgeon.models.weights.groups import Group, Groups
+from surgeon.models.weights.layers import Group, Groups, Names
 from surgeon.models.weights.layout import (
     holds_output_bias,
     indivisible,
@@ -31,7 +31,6 @@ from surgeon.models.weights.modules import (
     take_experts_apart,
     unstored,
 )
-from surgeon.models.weights.names import Names
 from surgeon.models.weights.store import ModuleStore, NamedTensors, Store, Tensors
 from surgeon.models.weights.units import (
     ListedUnits,

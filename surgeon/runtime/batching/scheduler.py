@@ -59,7 +59,7 @@ class Limits:
         expected_share: of the tokens that texts may add, before any has ended.
         as_pays: whether fewer tokens are drafted, or none, where that is faster.
         looked_up: whether drafts are looked up in a text itself (`Lookup`).
-        stretches: ranks that a pass goes through, one after the other (in_flight.py).
+        stretches: ranks that a pass goes through, one after the other.
     """
 
     max_batch: int

@@ -192,7 +192,7 @@ class Sequence:
         unscored: the first token of the prompt whose log-probability is asked for and not known, if any.
         drafting: whether tokens may be drafted for it; no more once there were logits that are not finite.
         drafted, accepted: tokens drafted for it, and those of them it has taken over.
-        unverified: how many of the last tokens are drafts that have not been verified (in_flight.py).
+        unverified: how many of the last tokens are drafts that have not been verified.
     """
 
     request: Request

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from surgeon.benchmarks.compressed import divergence_of_compressed, windows_to_compare
+from surgeon.benchmarks.measure import divergence_of_compressed, windows_to_compare
 from surgeon.cost.deployment import Deployment
 from surgeon.language.program import Program
 from surgeon.runtime.comm.collectives import Alone, Compressed, Counts, Unconnected

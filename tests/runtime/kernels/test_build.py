@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from surgeon.processes.files import cache_folder
-from surgeon.runtime.kernels import build, triton, used
+from surgeon.runtime.kernels import build, library, triton
 from surgeon.runtime.kernels.build import SWITCH, find_compiler
-from surgeon.runtime.kernels.used import kernels_used, warn_without_kernels
+from surgeon.runtime.kernels.library import kernels_used, warn_without_kernels
 
 COMPILER = find_compiler()
 SOURCE = 'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }'
@@ -109,7 +109,7 @@ def test_what_does_not_compile(small_source: Path) -> None:
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert build_again() == (None, "there is no C++ compiler (no-such-compiler)")
-    monkeypatch.setattr(used, "built", build_again)
+    monkeypatch.setattr(library, "built", build_again)
     with pytest.warns(UserWarning, match=r"more than twice as long: there is no C\+\+ compiler \(no-such-compiler\)"):
         warn_without_kernels("cpu", "float32")
     assert kernels_used("cpu", "float32") == "none (there is no C++ compiler (no-such-compiler))"
@@ -137,7 +137,7 @@ def test_switched_off(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsR
     """Nothing is compiled, and nothing said."""
     monkeypatch.setenv(SWITCH, "off")
     assert build_again() == (None, None)
-    monkeypatch.setattr(used, "built", build_again)
+    monkeypatch.setattr(library, "built", build_again)
     for device in ("cpu", "cuda"):
         warn_without_kernels(device, "float32")
         assert kernels_used(device, "float32") == "none (SURGEON_KERNELS=off)"

@@ -17,8 +17,8 @@ from scripts.gpu.checks import MODELS, checks, without_kernels
 from scripts.gpu.judges import judge_bench, judge_error, judge_numbers, judge_product, judge_switch, judge_tokens
 from scripts.gpu.sides import Setup
 from scripts.gpu.sixteen_bits import kernels_in_16_bits, rows_in_16_bits
+from surgeon.runtime.kernels.library import kernels_used
 from surgeon.runtime.kernels.triton.functions import TritonKernels
-from surgeon.runtime.kernels.used import kernels_used
 from surgeon.runtime.worker.rank import Rank
 from tests import warm
 
