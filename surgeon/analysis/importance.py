@@ -261,7 +261,9 @@ def use_table(found: Mapping[int, ExpertUse]) -> pd.DataFrame:
         columns["saliency"] = use.mean(use.saliency)
         experts = range(len(use.sent))
         uses.append(pd.DataFrame({"layer": layer, "expert": experts, **{k: v.cpu() for k, v in columns.items()}}))
-    return pd.concat(uses, ignore_index=True) if uses else pd.DataFrame()
+    if uses:
+        return pd.concat(uses, ignore_index=True)
+    return pd.DataFrame()
 
 
 class _Sums:

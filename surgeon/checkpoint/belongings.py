@@ -147,7 +147,9 @@ def left_by(report: dict[str, Any]) -> dict[str, str]:
     """Return the files left behind by a surgeon.json, and why."""
     entry = report.get("companions")
     left = entry.get("left_behind") if isinstance(entry, dict) else None
-    return {name: str(why) for name, why in left.items()} if isinstance(left, dict) else {}
+    if isinstance(left, dict):
+        return {name: str(why) for name, why in left.items()}
+    return {}
 
 
 def left_behind(left: dict[str, str], shown: Callable[[str], str] = str) -> str:

@@ -280,7 +280,9 @@ def _rope_scaling(
 
 def _value(reader: GGUFReader, key: str) -> Any:
     field = reader.fields.get(key)
-    return None if field is None else field.contents()
+    if field is None:
+        return None
+    return field.contents()
 
 
 def _by_parameter(

@@ -254,7 +254,9 @@ class Exploring:
 
     def _last(self, kind: type[Found]) -> Found | None:
         done = [one for one in self.record["done"] if one.endswith(f"/{kind.COMMAND}")]
-        return kind.read(self.folder / done[-1], self.model.hash) if done else None
+        if done:
+            return kind.read(self.folder / done[-1], self.model.hash)
+        return None
 
     def next_steps(self, scanned: Scan | None, found: SearchResult | None) -> Iterator[NextStep]:
         """The commands that go on from here and that this model can take, in order."""

@@ -147,7 +147,10 @@ class EditedLayers(nn.Module):
             differs = sublayer.width is not None and sublayer.width != weights.stored_width(sublayer.kind, layer)
             if sublayer.experts is not None:
                 differs |= sublayer.experts != tuple(range(weights.stored_experts(layer) or 0))
-            held = weights.stored_ranks(Sublayer(sublayer.kind, (layer,))) if self.holds_factors else ()
+            if self.holds_factors:
+                held = weights.stored_ranks(Sublayer(sublayer.kind, (layer,)))
+            else:
+                held = ()
             self._derived[sublayer] = differs or held != sublayer.ranks
         return self._derived[sublayer]
 
@@ -228,7 +231,10 @@ class EditedLayers(nn.Module):
     ) -> Tensor | tuple[Tensor, None]:
         """Stand for a layer: all slots keep their arguments, the last one runs the program."""
         collected.append(dict(zip(self.family.arguments, given, strict=False)) | arguments)
-        stream = self.run(hidden_states, collected) if runs else hidden_states
+        if runs:
+            stream = self.run(hidden_states, collected)
+        else:
+            stream = hidden_states
         if self.family.returns_tuple:
             return (stream, None)
         return stream
@@ -351,7 +357,10 @@ def _through_stages(
         else:
             output = module(stream)
         # A mixture may give its router's choice, too, and tokens without their texts.
-        stream = output[0].view(stream.shape) if isinstance(output, tuple) else output
+        if isinstance(output, tuple):
+            stream = output[0].view(stream.shape)
+        else:
+            stream = output
     return stream
 
 

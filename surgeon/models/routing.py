@@ -79,7 +79,10 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) ->
         scores = logits.float().sigmoid()
     else:
         scores = logits.float().softmax(-1)
-    compared = scores if correction is None else scores + correction.float()
+    if correction is None:
+        compared = scores
+    else:
+        compared = scores + correction.float()
     if routing.groups > 1:
         check_groups(compared.shape[-1], routing)  # experts of groups that are not chosen from get minus infinity
         by_group = compared.view(*compared.shape[:-1], routing.groups, -1)

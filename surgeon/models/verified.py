@@ -97,7 +97,10 @@ class VerifiedKeys:
         own = tokens[:, None]
         other = tokens[None]
         sees = other <= own
-        window = self._windows[layer] if self._windows else None
+        if self._windows:
+            window = self._windows[layer]
+        else:
+            window = None
         if window is not None:
             sees &= other >= (own // window * window if self._family.window.chunked else own - window + 1)
         in_flight = own // ROUND == other // ROUND

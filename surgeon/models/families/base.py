@@ -240,7 +240,10 @@ class Family:
 
     def spec(self, kind: str, layer: int | None = None) -> SublayerSpec:
         """Return the sublayer of kind "A" or "F" of a layer; without one, of most of them."""
-        own = None if layer is None else self._layer_specs.get((kind, layer))
+        if layer is None:
+            own = None
+        else:
+            own = self._layer_specs.get((kind, layer))
         return own or (self.attention if kind == ATTENTION else self.mlp)
 
     def with_spec(self, kind: str, layers: Iterable[int], spec: SublayerSpec) -> Family:
@@ -357,7 +360,10 @@ class Family:
         counts = {ATTENTION: units["kv_heads"], FEED_FORWARD: units["neurons"]}
         if attention.kept is not None:
             del counts[ATTENTION]
-        latent = None if attention.latent is None else attention.latent(config)
+        if attention.latent is None:
+            latent = None
+        else:
+            latent = attention.latent(config)
         if latent:
             beside = {ATTENTION: sum(map(math.prod, latent.shapes(hidden).values()))}
         else:
@@ -366,7 +372,10 @@ class Family:
             beside = {ATTENTION: attention.numbers(config)}
         mixture = None
         if mlp.mixture is not None:
-            shared = 0 if mlp.mixture.shared_router is None else hidden
+            if mlp.mixture.shared_router is None:
+                shared = 0
+            else:
+                shared = hidden
             experts = int(getattr(config, mlp.mixture.count))
             mixture = MixtureShapes(experts, mlp.mixture.routing(config).top_k, hidden, shared)
         return LayerShapes(shapes, norms=beside, units=counts, mixture=mixture)

@@ -38,7 +38,10 @@ GLM4 = replace(
 
 
 def _variant(family: Family, config: Any) -> Family:
-    attention = QWEN3.attention if config.use_qk_norm else LLAMA.attention
+    if config.use_qk_norm:
+        attention = QWEN3.attention
+    else:
+        attention = LLAMA.attention
     return replace(DEEPSEEK_V3.variant(family, config), attention=attention)
 
 

@@ -115,8 +115,14 @@ def long_rotary_angles(
 
 def longest_text(family: Family, config: Any) -> int:
     """Count the tokens that a text may have under this config; learned positions are counted where they are stored."""
-    rope = (family.positions.rope(config) or {}) if family.positions.rotary else {}
-    times = rope.get("factor") if rope.get("rope_type") == "dynamic" else 1
+    if family.positions.rotary:
+        rope = family.positions.rope(config) or {}
+    else:
+        rope = {}
+    if rope.get("rope_type") == "dynamic":
+        times = rope.get("factor")
+    else:
+        times = 1
     if not isinstance(times, int | float) or not 1 <= times < math.inf:  # `rotary_angles` cannot be had then
         times = 1
     return int(config.max_position_embeddings * times)

@@ -195,12 +195,18 @@ def decompose(matrix: Tensor, weighing: Tensor | None = None) -> Decomposition:
     weighed = matrix
     if weighing is not None:
         weighing = weighing.to(matrix.device)
-        weighed = matrix.double() @ weighing if weighing.dim() == 2 else matrix.double() * weighing
+        if weighing.dim() == 2:
+            weighed = matrix.double() @ weighing
+        else:
+            weighed = matrix.double() * weighing
     left, values = _left_singular(weighed)
     values = values[:full_rank]
     reached = full_rank
     if weighing is not None:
-        reached = int((values > _ROUNDING * values[0]).sum()) if len(values) else 0
+        if len(values):
+            reached = int((values > _ROUNDING * values[0]).sum())
+        else:
+            reached = 0
     left = left[:, :reached]
     if left.shape[1] < full_rank:
         left = _complete_basis(matrix.double(), left)
@@ -350,7 +356,10 @@ class TruncatedSVD:
 
     def _directions(self, sublayer: Sublayer, role: str, whole: Tensor) -> Tensor:
         key = sublayer.layers, role
-        left = self.kept.pop(key) if key in self.kept else decompose(whole).left
+        if key in self.kept:
+            left = self.kept.pop(key)
+        else:
+            left = decompose(whole).left
         self.kept[key] = left  # used last
         others = [known for known in self.kept if known[0] != sublayer.layers]
         taken = sum(self.kept[known].nbytes for known in others)

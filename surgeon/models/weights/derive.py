@@ -114,7 +114,10 @@ def _dispatch_as(like: nn.Module, shell: nn.Module) -> None:
         attach_execution_device_hook,
     )
 
-    hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
+    if isinstance(hook, SequentialHook):
+        hooks = hook.hooks
+    else:
+        hooks = (hook,)
     for one in hooks:
         if isinstance(one, AlignDevicesHook):
             if one.offload:

@@ -166,7 +166,10 @@ class StoredWeights:
             index = expert if projection.stacked else None
             return Dense(self.store, name, dim, features, projection.transposed, index)
         dim = 1 - int(projection.reads_stream)
-        features = None if len(places) == own.shape[dim] else places
+        if len(places) == own.shape[dim]:
+            features = None
+        else:
+            features = places
         if isinstance(own, Dense):
             return replace(own, dim=dim, features=features)
         if projection.reads_stream:
@@ -335,7 +338,10 @@ class Names:
         if name in self.store or not path.startswith(f"{self.family.layers}."):
             return (name,)
         number, _, inside = path.removeprefix(f"{self.family.layers}.").partition(".")
-        projections = self.family.spec(FEED_FORWARD, int(number)).projections if number.isdecimal() else ()
+        if number.isdecimal():
+            projections = self.family.spec(FEED_FORWARD, int(number)).projections
+        else:
+            projections = ()
         alone = [one.stored for one in projections if one.stored is not None and one.weight == inside]
         layer = f"{self.family.layers}.{number}."
         each = tuple(self.own(f"{layer}{one.format(expert)}.weight") for expert in range(experts) for one in alone)
@@ -348,7 +354,10 @@ class Names:
         for name in (name for name in self.store.names() if name.startswith(prefix)):
             inside = name.removeprefix(prefix)
             for own, stored in self.family.stored_names:
-                inside = own + inside.removeprefix(stored) if inside.startswith(stored) else inside
+                if inside.startswith(stored):
+                    inside = own + inside.removeprefix(stored)
+                else:
+                    inside = inside
             if inside.startswith(f"{path}."):
                 found[inside] = name
         return found

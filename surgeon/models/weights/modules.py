@@ -271,7 +271,10 @@ def recount(layer: nn.Module, spec: SublayerSpec, units: int, whole: int) -> Non
     """Have a layer's modules count so many of all KV groups or neurons."""
     for path in spec.counts if units != whole else ():
         *parents, last, name = f"{spec.module}.{path}".split(".")
-        owner = attrgetter(".".join(parents))(layer) if parents else layer
+        if parents:
+            owner = attrgetter(".".join(parents))(layer)
+        else:
+            owner = layer
         counting = getattr(owner, last)
         if hasattr(counting, name):  # a module that is taken apart counts nothing
             if not isinstance(counting, nn.Module):  # a configuration, which all layers have in common

@@ -126,5 +126,8 @@ class ModuleStore(Store):
             return None
         owner: nn.Module | None = self.module
         for step in name.removeprefix(self.prefix).split(".")[:-1]:
-            owner = None if owner is None else owner._modules.get(step)
+            if owner is None:
+                owner = None
+            else:
+                owner = owner._modules.get(step)
         return owner

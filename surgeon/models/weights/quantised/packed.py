@@ -52,8 +52,14 @@ class Gptq(Scheme):
         words, outputs = matrix.size(WORDS, 2)
         inputs = int(words / per_word)
         by_index = self.in_order is False or (self.in_order is None and GROUPS in matrix.parts)
-        count = 1 if self.group < 0 else math.ceil(inputs / self.group)
-        groups = None if by_index or self.group < 0 else Along(0, Fraction(1, self.group))
+        if self.group < 0:
+            count = 1
+        else:
+            count = math.ceil(inputs / self.group)
+        if by_index or self.group < 0:
+            groups = None
+        else:
+            groups = Along(0, Fraction(1, self.group))
         parts = {
             WORDS: PartSpec((torch.int32,), (Along(1), Along(0, per_word))),
             ZEROS: PartSpec((torch.int32,), (Along(1, per_word), groups), ((0, count),)),
@@ -81,7 +87,10 @@ class Gptq(Scheme):
         zeros = codes_of(tensors[ZEROS], self.bits, 1)[:, :outputs] + self.zero_offset
         zeros = zeros & ((1 << self.bits) - 1)  # where 1 is missing, 0 is stored as the largest code
         codes = codes_of(tensors[WORDS], self.bits, 0)
-        index = None if self.in_order else tensors.get(GROUPS)
+        if self.in_order:
+            index = None
+        else:
+            index = tensors.get(GROUPS)
         return _of_groups(codes, zeros, tensors[SCALES], inputs, self.group, index)
 
 
@@ -105,7 +114,10 @@ class Awq(Scheme):
     def arrangement(self, matrix: Quantised) -> Arrangement:
         inputs, words = matrix.size(WORDS, 2)
         packed = Along(1, Fraction(self.bits, WORD))
-        groups = None if self.group < 0 else Along(0, Fraction(1, self.group))
+        if self.group < 0:
+            groups = None
+        else:
+            groups = Along(0, Fraction(1, self.group))
         parts = {
             WORDS: PartSpec((torch.int32,), (packed, Along(0))),
             ZEROS: PartSpec((torch.int32,), (packed, groups), ((0, 1),)),
