@@ -92,7 +92,6 @@ def _bar(what: str, total: float | None, done: float, note: Callable[[], str]) -
 
 @contextmanager
 def _lines(what: str, total: float | None, unit: str, done: float, note: Callable[[], str]) -> Iterator[Advance]:
-    """Print a line now and then."""
     first = done
     begun = shown = time.monotonic()
 

@@ -113,7 +113,8 @@ def select(
             stretch is left.
     """
     names = check_operations(operations)
-    layers = range(num_layers) if layers is None else layers
+    if layers is None:
+        layers = range(num_layers)
     shown = show_range(layers)
     if not layers:
         raise ValueError(f"layers {shown} are empty: the end comes after the first, as in 4:30 for 4 to 29")
@@ -124,7 +125,10 @@ def select(
             raise ValueError(f"{option} must be at least 1, not {number}")
     if every > len(layers):
         raise ValueError(f"every {every} is more than the {len(layers)} layers of {shown}; no stretch is that long")
-    longest = len(layers) if max_length is None else min(max_length, len(layers))
+    if max_length is None:
+        longest = len(layers)
+    else:
+        longest = min(max_length, len(layers))
     if longest < every:
         raise ValueError(f"max_length {longest} is less than every {every}: stretches have that length at least")
     return Selection(tuple(names), layers, every, longest, permutations)

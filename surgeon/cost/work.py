@@ -297,7 +297,7 @@ class RankWork:
             yield self.numbers.copy("add", 3 * maps.tokens * plan.hidden)
 
     def _experts(self, of: Sublayer, here: int, load: ExpertLoad, pairs: int, forward: Forward) -> Iterable[Item]:
-        """Yield the work of `here` experts on the tokens that come to them, as `runtime/model/mixture.py` has it.
+        """Yield the work of `here` experts on their tokens (`runtime/model/mixture.py`).
 
         Args:
             of: the mixture, or the slice of one, whose experts they are.

@@ -79,7 +79,7 @@ class _Population:
     """Partial choices, one a row.
 
     Attributes:
-        chosen, blocked: (rows, n), which edits each has, and which exclude one that it has.
+        chosen, blocked: (rows, n), its edits, and those that exclude one of them.
         damage: (rows,), saved: (rows, limits).
         pull: (rows, n), for every edit the cross terms with those chosen.
     """

@@ -248,9 +248,9 @@ class Search:
         return found
 
     def _rival(self, proposal: Proposal, earlier: Sequence[Trial]) -> Trial | None:
-        """The best trial so far of the same level and, where a cost has levels, of the same space.
+        """Return the best trial so far of the same level and, where a cost has levels, of the same space.
 
-        None where programs are not compared by their divergence: only that is known before a program has run through.
+        None where programs are not compared by divergence: nothing else is known before a program has run through.
         """
         if not self._is_by_divergence:
             return None

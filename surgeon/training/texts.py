@@ -278,7 +278,7 @@ def _split(
 
     Args:
         behind: windows to hold out.
-        is_share: whether that is the most, and no more than a share of the text is held out.
+        is_share: hold out at most a share of the text.
     """
     if is_share and source.endless:
         behind = min(behind, max(1, needed // (HELD_OUT_SHARE - 1)))

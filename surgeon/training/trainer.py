@@ -205,10 +205,9 @@ class ModelTrainer(Trainer):
         return loss
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """Compute the gradient's norm; here every process has the same gradient, and no step has been taken yet.
+        """Compute the gradient's norm before any step; every process has the same gradient.
 
-        Private: `on_pre_optimizer_step`, the public hook, has only the clipped gradient, of which another norm would
-        take another pass over all of it.
+        Private: the public hook `on_pre_optimizer_step` has only the clipped gradient.
 
         Raises:
             Diverged: if it, or the loss, is not finite.

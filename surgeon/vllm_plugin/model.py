@@ -164,10 +164,9 @@ class ProgramForCausalLM(nn.Module):
         return self.ends.scaled(self._look_up(input_ids))
 
     def _look_up(self, tokens: Tensor) -> Tensor:
-        """Each rank looks up the tokens among its own rows; the others' give zero.
+        """Look up the tokens among this rank's own rows; the others' give zero.
 
-        vLLM's own lookup is this too, with masks that it compiles on their own; these were seen to be wrong on a CPU
-        that was used like one without AVX-512.
+        vLLM's own lookup compiles its masks, which were wrong on a CPU used like one without AVX-512.
         """
         if self.plan.ranks == 1:
             whole: Tensor = self.embedding(tokens)

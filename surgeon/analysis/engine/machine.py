@@ -74,9 +74,9 @@ class RunningAverages:
 
 
 class _OnDemand(EditedLayers):
-    """Derives averages, slices and factors when they are asked for, and keeps none: a scan uses each of them once.
+    """Derives averages, slices and factors on demand and keeps none: a scan uses each once.
 
-    Where the weights are streamed, so is every other sublayer; those used last are kept, as the memory given allows.
+    Streamed weights make every other sublayer streamed; the last used ones are kept, as memory allows.
     """
 
     keeps_derived = False
@@ -130,7 +130,10 @@ def run_plan(
     cached: PlanStates | None = None,
 ) -> Iterator[tuple[Program, Tensor]]:
     """Run the plan, yielding each program with the stream after it, (windows, tokens, hidden), as it is reached."""
-    registers = States(plan) if states is None else states
+    if states is None:
+        registers = States(plan)
+    else:
+        registers = states
     registers[0] = State(machine.stream)
     for task, freed in zip(plan.tasks, plan.frees, strict=True):
         if isinstance(task, Reach):
@@ -156,7 +159,10 @@ def _result(task: RunStep | Extend | Join, registers: States, machine: PlanMachi
             return land(state)
         return state
     start = land(before)
-    total = None if task.total is None else registers[task.total]
+    if task.total is None:
+        total = None
+    else:
+        total = registers[task.total]
     assert not isinstance(total, State)
     if isinstance(task, Extend):
         added = fork_output(Fork((task.branch,)), start.stream, machine)

@@ -272,7 +272,10 @@ class _Run:
             cached = None
         else:
             cached = PlanStates(self.cache, self.plan, self.numbers, windows)
-        plan = self.plan if cached is None else cached.plan
+        if cached is None:
+            plan = self.plan
+        else:
+            plan = cached.plan
 
         def ran(sublayers: int) -> None:
             go_on()

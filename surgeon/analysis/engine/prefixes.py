@@ -272,7 +272,10 @@ class States:
 def _as_tensors(value: Register) -> Tensors:
     if isinstance(value, Tensor):
         return {"sum": value}
-    pending = None if value.pending is None else value.pending()
+    if value.pending is None:
+        pending = None
+    else:
+        pending = value.pending()
     parts = {"stream": value.stream, "pending": pending, "added": value.added}
     return {name: tensor for name, tensor in parts.items() if tensor is not None}
 

@@ -193,11 +193,11 @@ def sublayers_in(task: Task) -> int:
 
 @dataclass
 class _Place:
-    """A state that programs pass through, or a running sum of what the first branches of forks add.
+    """A state that programs pass through, or a running sum of forks' first branches.
 
     Attributes:
-        onward: what there is after it, in the order in which it came up, by what leads there: a program, which ends, a
-            step, one more branch of forks, or None for the end of forks, from a running sum.
+        onward: places behind it in order of appearance, by a program that ends here, a step, one more branch, or None
+            for the end of forks.
     """
 
     onward: dict[Program | Step | Branch | None, _Place] = field(default_factory=dict)
@@ -213,7 +213,10 @@ class _Place:
             source: the register of the state; of a running sum, of the one that its forks started from.
             register: of this place itself.
         """
-        total = None if register == source else register
+        if register == source:
+            total = None
+        else:
+            total = register
         found: list[tuple[Written, _Place]] = []
         for by, place in self.onward.items():
             # A late step reads the stream without the output before it.
@@ -234,7 +237,10 @@ def reads(task: Task) -> list[int]:
     """List the registers that a task reads."""
     if isinstance(task, Take):
         return []
-    total = task.total if isinstance(task, Extend | Join) else None
+    if isinstance(task, Extend | Join):
+        total = task.total
+    else:
+        total = None
     if total is None:
         return [task.source]
     return [task.source, total]

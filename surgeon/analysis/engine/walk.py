@@ -167,8 +167,8 @@ class _After(NamedTuple):
     """The end of a list of nodes.
 
     Attributes:
-        ended: what the last layers have added: that of a run that has just ended, or for each branch of a fork that of
-            the run at its end; None for a branch that ends with something else.
+        ended: the sum that the last run of layers added, or for each branch of a fork that of the run at its end;
+            None for a branch that ends otherwise.
     """
 
     state: State

@@ -192,10 +192,9 @@ class FusedPlanner(TensorPlanner):
         return torch.cat([part.unflatten(dim, (blocks, -1)) for part in parts], dim + 1).flatten(dim, dim + 1)
 
     def _blocks(self, sublayers: tuple[Sublayer, ...]) -> int:
-        """Count the turns that all sublayers' heads take: as many as each has whole KV groups for.
+        """Count the turns of all sublayers' heads, in whole KV groups.
 
-        So every tensor-parallel rank that gets whole turns has heads of each layer in the same order, and head norms
-        need one gain per turn, whichever the rank.
+        A tensor-parallel rank with whole turns has heads of all layers in one order, and norms one gain a turn.
         """
         if sublayers[0].kind == FEED_FORWARD:
             return 1

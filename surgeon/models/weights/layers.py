@@ -356,8 +356,6 @@ class Names:
             for own, stored in self.family.stored_names:
                 if inside.startswith(stored):
                     inside = own + inside.removeprefix(stored)
-                else:
-                    inside = inside
             if inside.startswith(f"{path}."):
                 found[inside] = name
         return found

@@ -230,10 +230,9 @@ class Scheduler:
         return end - length
 
     def _drafts_wanted(self, sequence: Sequence) -> int:
-        """Count the drafts for a sequence if there are blocks for them.
+        """Count the drafts for a sequence if there are blocks for them and the token behind the last one.
 
-        The token behind the last one drafted comes with them, and the very last of a sequence is not computed. A prompt
-        may end in a chunk of one token or of many, so that nothing is drafted behind it.
+        A sequence's very last token is not computed. A prompt may end in any chunk, and nothing is drafted behind it.
         """
         length = len(sequence.tokens)
         if not sequence.drafting or length == len(sequence.request.prompt):

@@ -1,8 +1,8 @@
 """Collectives: a small interface that counts calls and bytes, and its implementations.
 
 A rank has one `Collectives` per group of ranks. They are asynchronous: `all_reduce` starts one and returns a function
-that waits for it, so that several can be in flight; who waits at once can say so. `Compressed` and those of `link.py`
-and `symmetric_memory.py` lie around others.
+that waits for it, so that several can be in flight. `Compressed` and those of `link.py` and `symmetric_memory.py`
+wrap others.
 """
 
 from __future__ import annotations

@@ -153,10 +153,9 @@ class StaticLayout:
         return self._tables[group].gather(1, tokens // BLOCK_TOKENS) * BLOCK_TOKENS + tokens % BLOCK_TOKENS
 
     def _view(self, group: int, window: Window | None) -> View:
-        """The places that attentions of a group with such a window read.
+        """Return the places that attentions of a group with this window read.
 
-        A text's newest token stands for those that there are not: a place that nobody has written to may hold what is
-        no number, and 0 times that is none.
+        A text's newest token stands for missing ones: an unwritten place may hold NaN, and 0 times NaN is NaN.
         """
         room = self._tables[group].shape[1] * BLOCK_TOKENS
         window = Window.within(window, room)

@@ -122,6 +122,5 @@ class MatrixRanks(Space):
 
 
 def _read(edit: Edit) -> tuple[str, int]:
-    """An edit's role and rank."""
     role, _, rank = edit.option.partition(":")
     return role, int(rank)

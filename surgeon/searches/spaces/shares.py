@@ -88,6 +88,5 @@ def kind_of(edit: Edit) -> str:
 
 
 def _read(edit: Edit) -> tuple[str, float]:
-    """An edit's kind and share."""
     kind, _, share = edit.option.partition(":")
     return kind, float(share)
