@@ -134,7 +134,6 @@ class ExportPlan:
 
     @property
     def _of_quantised(self) -> str:
-        """Say how quantised matrices are stored."""
         schemes = ", ".join(self.original.schemes)
         kept = {tensor.part_of for tensor in self.tensors} - {None}
         computed = [tensor for tensor in self.tensors if tensor.dequantised]
