@@ -80,4 +80,4 @@ class _Shared(Costs):
     def reduce_all(self, clocks: Sequence[RankClock]) -> None:
         """Have all ranks wait for a collective."""
         if len(clocks) > 1:
-            meet(clocks, [self.transfer for _ in clocks])
+            meet(clocks, self.transfer)

@@ -78,8 +78,8 @@ def show(
 def facts(found: Surgery) -> Iterator[tuple[str, str]]:
     """Facts of a model or checkpoint, by label."""
     from surgeon.checkpoint.belongings import left_behind, left_by
-    from surgeon.checkpoint.describe import size_lines
     from surgeon.findings.program import outline_text
+    from surgeon.language.sublayer import size_lines
 
     program = found.program
     steps = found.steps_per_layer
@@ -98,7 +98,7 @@ def facts(found: Surgery) -> Iterator[tuple[str, str]]:
         if found.recipe.weights is not None:
             yield "weights", found.recipe.weights
     yield "program", outline_text(program, found.num_layers, steps)
-    yield from (("sizes", line) for line in size_lines(program))
+    yield from (("sizes", line) for line in size_lines(program.sublayers()))
     if not program.attended:
         yield "note", "there is no attention, so that no token looks at another"
     if found.trained is not None:

@@ -16,7 +16,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from surgeon.checkpoint.belongings import CARD_FILE, FileKind, Inherited, kind_of, left_behind, left_by, names_in
-from surgeon.checkpoint.describe import Surgery, describe, size_lines
+from surgeon.checkpoint.describe import Surgery, describe
 from surgeon.checkpoint.locate import DEMO
 from surgeon.checkpoint.training import STAGES
 from surgeon.findings.blocks import Table
@@ -25,6 +25,7 @@ from surgeon.language.operations import OPERATIONS
 from surgeon.language.operations.applied import AppliedOperation
 from surgeon.language.program import Program
 from surgeon.language.recipe import operations_in
+from surgeon.language.sublayer import size_lines
 from surgeon.named import hub_name
 from surgeon.processes.files import write_text
 from surgeon.quality.summary import Quality
@@ -189,7 +190,7 @@ def surgery(found: Surgery) -> dict[str, Any]:
         "summaries": OPERATIONS,
         "program": textwrap.fill(" ".join(nodes), PROGRAM_WIDTH, **WHOLE).replace("\N{NO-BREAK SPACE}", " "),
         "legend": f"{'; '.join(signs)}.",
-        "sizes": list(size_lines(program)),
+        "sizes": list(size_lines(program.sublayers())),
         "proof": proof,
         "differ": _differ(proof) if proof else "",
         "source_hash": report.get("source", {}).get("model_hash"),

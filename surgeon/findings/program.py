@@ -18,9 +18,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Circle, FancyBboxPatch, Patch
 
-from surgeon.checkpoint.describe import sizes_text
 from surgeon.language.program import Fork, Node, Program, Step, layer_nodes, steps_of
-from surgeon.language.sublayer import ATTENTION, UNITS, Sublayer
+from surgeon.language.sublayer import ATTENTION, UNITS, Sublayer, sizes_text
 
 _ATTENTION = "#3b75af"
 _FEED_FORWARD = "#e8842c"

@@ -18,6 +18,7 @@ from surgeon.models.edit import edit, program_of
 from surgeon.training.racks.build import assemble, rack_of
 from surgeon.training.racks.model import RackModel
 from surgeon.training.racks.partition import Racks
+from tests.training.racks.reference import forward
 from tests.codas import coda_logits
 from tests.tiny_models import save_checkpoint, tiny_model
 
@@ -56,14 +57,14 @@ def read(folder: Path) -> StoredCodas:
 )
 def test_written_codas_predict_what_the_rack_does(family: str, program: str, depth: int, tmp_path: Path) -> None:
     cut = written(tmp_path / "made", edit(tiny_model(family, 4), program), depth)
-    stream, expected = cut[0].forward(IDS)
+    stream, expected = forward(cut[0], IDS)
     found = read(tmp_path / "made")
     assert (found.racks, found.depth, len(found)) == (("0:2", "2:4"), depth, 1)
     assert torch.allclose(coda_logits(found.coda(0), IDS, stream), expected.float(), atol=1e-5)
     # The stream after so many nodes of the checkpoint is what the coda was made for.
     path = surgeon.load(tmp_path / "made")
     runs = program_of(path)
-    assert torch.allclose(path(input_ids=IDS).logits, cut[1].forward(IDS, stream)[1], atol=1e-4)
+    assert torch.allclose(path(input_ids=IDS).logits, forward(cut[1], IDS, stream)[1], atol=1e-4)
     assert len(runs) == found.nodes[-1]
     if family == "gpt2":
         beginning = Program(runs.nodes[: found.nodes[0]])

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from surgeon.checkpoint.describe import Comparison, compare, describe, layers_text, size_lines
+from surgeon.checkpoint.describe import Comparison, compare, describe
 from surgeon.language.program import Program
+from surgeon.language.sublayer import layers_text, size_lines
 from tests.checkpoint.helpers import run_export
 from tests.stored import with_head_only, with_own_head
 from tests.tiny_models import save_checkpoint
@@ -161,7 +162,7 @@ def test_a_head_under_another_name_is_the_same(family: str, store: Callable[[Pat
     ],
 )
 def test_equal_ranks_are_said_once(program: str, lines: list[str]) -> None:
-    assert size_lines(Program.parse(program)) == lines
+    assert size_lines(Program.parse(program).sublayers()) == lines
 
 
 def test_layers_by_their_numbers() -> None:
